@@ -1,0 +1,470 @@
+"""The few collectives that everything uses, along one axis of the grid.
+
+They work on plain local tensors, take uneven shards (padded on the wire only), trace under
+``torch.compile`` and can be counted (:class:`CommCounter`). Two layers:
+
+* *raw*: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``,
+  ``reduce`` and ``shift`` start a transfer and return a :class:`Pending`; what is computed before
+  its ``wait()`` overlaps with it. The matmul algorithms are written with these.
+* *differentiable*: :func:`move` changes one axis of a tensor's layout, :func:`broadcast_grad`,
+  :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones.
+
+gloo's reduce-scatter costs as much as an all-reduce, so on gloo :func:`reduce_scatter` exchanges
+the shards with an all-to-all and sums them here, which moves what a reduce-scatter should.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .layouts import nested_chunk_sizes
+
+__all__ = [
+    "Axis",
+    "CommCounter",
+    "Pending",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "broadcast_grad",
+    "move",
+    "reduce",
+    "reduce_grad",
+    "reduce_scatter",
+    "shift",
+    "shift_grad",
+]
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the grid as a rank sees it: the ranks that differ only in its index.
+
+    ``parts`` is ``(size,)``, or the sizes of the mesh axes that were flattened into this one.
+    """
+
+    name: str
+    parts: tuple[int, ...]
+    index: int
+    group: str
+    exchanges: bool
+    """Whether a reduce-scatter is cheaper as an all-to-all and a local sum (gloo)."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.parts)
+
+    def split(self, extent: int) -> tuple[int, ...]:
+        """Extents of the shards of a dim of ``extent`` elements, one for each rank."""
+        return nested_chunk_sizes(extent, self.parts)
+
+
+class Pending:
+    """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps."""
+
+    __slots__ = ("_buffer", "_finish")
+
+    def __init__(self, buffer: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._buffer = buffer
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        if self._finish is None:
+            return self._buffer
+        return self._finish(_c10d.wait_tensor(self._buffer))
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return math.prod(shape)
+
+
+def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
+    """Concatenate every rank's shard along ``dim``.
+
+    Args:
+        x: this rank's shard, ``sizes[axis.index]`` long in ``dim``.
+        sizes: every rank's extent in ``dim``.
+
+    Returns:
+        A tensor ``sum(sizes)`` long in ``dim``, whose memory is laid out with ``dim`` outermost.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    shard = x.movedim(dim, 0)
+    rest = shard.shape[1:]
+    longest = max(sizes)
+    if longest * _elements(rest) == 0:
+        return Pending(x.new_empty((sum(sizes), *rest)).movedim(0, dim))
+    if shard.shape[0] < longest:
+        shard = torch.cat([shard, shard.new_zeros((longest - shard.shape[0], *rest))])
+    even = len(set(sizes)) == 1
+
+    def finish(wire: Tensor) -> Tensor:
+        if not even:
+            pieces = wire.split(longest)
+            wire = torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+        return wire.movedim(0, dim)
+
+    wire = _c10d.all_gather_into_tensor(shard.contiguous(), axis.size, axis.group)
+    return Pending(wire, finish)
+
+
+def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
+    """Sum over the axis, and keep this rank's shard of ``dim``.
+
+    Args:
+        x: a partial sum, ``sum(sizes)`` long in ``dim``.
+        sizes: the extent in ``dim`` that each rank keeps.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    whole = x.movedim(dim, 0)
+    rest = whole.shape[1:]
+    mine = sizes[axis.index]
+    longest = max(sizes)
+    if longest * _elements(rest) == 0:
+        return Pending(whole.new_empty((mine, *rest)).movedim(0, dim))
+    if axis.exchanges:
+        wire = _c10d.all_to_all_single(
+            whole.contiguous(), [mine] * axis.size, list(sizes), axis.group
+        )
+        return Pending(
+            wire, lambda wire: wire.view(axis.size, mine, *rest).sum(0).movedim(0, dim)
+        )
+    if len(set(sizes)) > 1:
+        whole = torch.cat(
+            [
+                torch.cat([piece, piece.new_zeros((longest - piece.shape[0], *rest))])
+                for piece in whole.split(list(sizes))
+            ]
+        )
+    wire = _c10d.reduce_scatter_tensor(whole.contiguous(), "sum", axis.size, axis.group)
+    return Pending(wire, lambda wire: wire[:mine].movedim(0, dim))
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Reduce over the axis (``"sum"`` or ``"max"``); every rank gets the whole result."""
+    if axis.size == 1 or x.numel() == 0:
+        return Pending(x)
+    return Pending(_c10d.all_reduce(x.contiguous(), op, axis.group), lambda wire: wire)
+
+
+def all_to_all(
+    x: Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    cat_dim: int,
+    cat_sizes: Sequence[int],
+    axis: Axis,
+) -> Pending:
+    """Go from a shard of ``cat_dim`` to a shard of ``split_dim``.
+
+    Args:
+        x: whole in ``split_dim``, ``cat_sizes[axis.index]`` long in ``cat_dim``.
+
+    Returns:
+        A tensor whole in ``cat_dim``, ``split_sizes[axis.index]`` long in ``split_dim``.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    pieces = x.split(list(split_sizes), split_dim)
+    shapes = []
+    for extent in cat_sizes:
+        shape = list(x.shape)
+        shape[split_dim] = split_sizes[axis.index]
+        shape[cat_dim] = extent
+        shapes.append(shape)
+
+    def finish(wire: Tensor) -> Tensor:
+        received = wire.split([_elements(shape) for shape in shapes])
+        blocks = [block.view(shape) for block, shape in zip(received, shapes, strict=True)]
+        return torch.cat(blocks, cat_dim)
+
+    wire = _c10d.all_to_all_single(
+        torch.cat([piece.reshape(-1) for piece in pieces]),
+        [_elements(shape) for shape in shapes],
+        [piece.numel() for piece in pieces],
+        axis.group,
+    )
+    return Pending(wire, finish)
+
+
+def broadcast(x: Tensor | None, shape: Sequence[int], src: int, axis: Axis, like: Tensor) -> Pending:
+    """Send rank ``src``'s ``x`` of ``shape`` to all the axis; elsewhere ``x`` is not read.
+
+    ``like`` gives dtype and device where ``x`` is None.
+    """
+    mine = axis.index == src
+    if mine:
+        assert x is not None and tuple(x.shape) == tuple(shape)
+        block = x.contiguous()
+    else:
+        block = like.new_empty(shape)
+    if axis.size == 1 or _elements(shape) == 0:
+        return Pending(block)
+    return Pending(_c10d.broadcast(block, src, axis.group), lambda wire: wire)
+
+
+def reduce(x: Tensor, dst: int, axis: Axis) -> Pending:
+    """Sum ``x`` over the axis onto rank ``dst``; elsewhere the result is empty (zero rows)."""
+    if axis.size == 1 or x.numel() == 0:
+        return Pending(x if axis.index == dst else x[:0])
+    counts = [0] * axis.size
+    counts[dst] = x.numel()
+    mine = counts[axis.index]
+    wire = _c10d.all_to_all_single(
+        x.reshape(-1).contiguous(), [mine] * axis.size, counts, axis.group
+    )
+    if not mine:
+        return Pending(wire, lambda wire: x[:0])
+    return Pending(wire, lambda wire: wire.view(axis.size, *x.shape).sum(0))
+
+
+def shift(x: Tensor, steps: int, shape: Sequence[int], axis: Axis) -> Pending:
+    """Roll blocks around the axis: receive the block, of ``shape``, of rank ``index + steps``."""
+    steps %= axis.size
+    if steps == 0:
+        return Pending(x)
+    send, receive = [0] * axis.size, [0] * axis.size
+    send[(axis.index - steps) % axis.size] = x.numel()
+    receive[(axis.index + steps) % axis.size] = _elements(shape)
+    wire = _c10d.all_to_all_single(x.reshape(-1).contiguous(), receive, send, axis.group)
+    return Pending(wire, lambda wire: wire.view(*shape))
+
+
+class _Move(torch.autograd.Function):
+    """One axis of a layout changes; see :func:`move` for the table of pairs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        src: Placement,
+        dst: Placement,
+        src_grad: Placement,
+        dst_grad: Placement,
+        sizes: dict[int, Sequence[int]],
+    ) -> Tensor:
+        ctx.axis, ctx.sizes = axis, sizes
+        ctx.grads = dst_grad, src_grad
+        return _raw_move(x, axis, src, dst, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        have, want = ctx.grads
+        return (_raw_move(grad, ctx.axis, have, want, ctx.sizes), *(None,) * 6)
+
+
+def _raw_move(
+    x: Tensor, axis: Axis, src: Placement, dst: Placement, sizes: dict[int, Sequence[int]]
+) -> Tensor:
+    if src == dst:
+        return x.view_as(x)
+    match src, dst:
+        case Shard(), Replicate():
+            return all_gather(x, src.dim, sizes[src.dim], axis).wait().contiguous()
+        case Shard(), Shard():
+            return all_to_all(x, dst.dim, sizes[dst.dim], src.dim, sizes[src.dim], axis).wait()
+        case Replicate(), Shard():
+            # A copy: a view would keep the whole tensor alive.
+            start = sum(sizes[dst.dim][: axis.index])
+            return x.narrow(dst.dim, start, sizes[dst.dim][axis.index]).clone(
+                memory_format=torch.contiguous_format
+            )
+        case Partial(), Shard():
+            return reduce_scatter(x, dst.dim, sizes[dst.dim], axis).wait().contiguous()
+        case Partial(), Replicate():
+            return all_reduce(x, axis).wait()
+    raise AssertionError(f"no move from {src} to {dst}")
+
+
+def _grad_of(placement: Placement) -> Placement:
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+def move(
+    x: Tensor,
+    axis: Axis,
+    src: Placement,
+    dst: Placement,
+    sizes: dict[int, Sequence[int]],
+    *,
+    partial_grad: bool = False,
+) -> Tensor:
+    """Change the layout of ``x`` along one axis, differentiably.
+
+    ============================  ==============  =======================================
+    ``src -> dst``                forward         backward
+    ============================  ==============  =======================================
+    ``Shard -> Replicate``        all-gather      slice; reduce-scatter if ``partial_grad``
+    ``Replicate -> Shard``        slice           all-gather
+    ``Shard -> Shard``            all-to-all      all-to-all
+    ``Partial -> Shard``          reduce-scatter  all-gather
+    ``Partial -> Replicate``      all-reduce      nothing; all-reduce if ``partial_grad``
+    ``Replicate -> Replicate``    nothing         nothing; all-reduce if ``partial_grad``
+    ============================  ==============  =======================================
+
+    Args:
+        sizes: for each sharded dim, every rank's extent in it.
+        partial_grad: what uses the result hands back only its own share of the gradient, so the
+            shares are summed over the axis; otherwise every rank hands back the whole gradient.
+    """
+    if axis.size == 1:
+        return x
+    if partial_grad and not isinstance(dst, Replicate):
+        raise AssertionError(f"only a replicated result has a partial gradient, not {dst}")
+    dst_grad: Placement = Partial() if partial_grad else _grad_of(dst)
+    src_grad = _grad_of(src)
+    if src == dst and src_grad == dst_grad:
+        return x
+    return _Move.apply(x, axis, src, dst, src_grad, dst_grad, sizes)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: int, axis: Axis) -> Tensor:
+        ctx.src, ctx.axis = src, axis
+        return broadcast(x, x.shape, src, axis, like=x).wait().view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        total = reduce(grad, ctx.src, ctx.axis).wait()
+        return total if ctx.axis.index == ctx.src else torch.zeros_like(grad), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dst: int, axis: Axis) -> Tensor:
+        ctx.dst, ctx.axis = dst, axis
+        total = reduce(x, dst, axis).wait()
+        return total.view_as(x) if axis.index == dst else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        return broadcast(grad, grad.shape, ctx.dst, ctx.axis, like=grad).wait(), None, None
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: int, shape: Sequence[int], axis: Axis) -> Tensor:
+        ctx.steps, ctx.shape, ctx.axis = steps, x.shape, axis
+        return shift(x, steps, shape, axis).wait().view(*shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        return shift(grad, -ctx.steps, ctx.shape, ctx.axis).wait(), None, None, None
+
+
+def broadcast_grad(x: Tensor, src: int, axis: Axis) -> Tensor:
+    """Every rank gets rank ``src``'s ``x``; the gradients of all copies add up on ``src``.
+
+    torch's own differentiable broadcast zeroes the source's gradient in subgroups
+    (pytorch#130515).
+    """
+    return _Broadcast.apply(x, src, axis)
+
+
+def reduce_grad(x: Tensor, dst: int, axis: Axis) -> Tensor:
+    """Rank ``dst`` gets the sum of ``x``, the others zeros; ``dst``'s gradient goes to all."""
+    return _Reduce.apply(x, dst, axis)
+
+
+def shift_grad(x: Tensor, steps: int, shape: Sequence[int], axis: Axis) -> Tensor:
+    """Rank ``index + steps``'s block, of ``shape``; its gradient travels back the same way."""
+    return _Shift.apply(x, steps, shape, axis)
+
+
+def _received(op: str, args: Sequence[Any], ranks: int) -> int:
+    """Elements that one rank receives in a functional collective of ``ranks`` ranks."""
+    size = args[0].numel()
+    match op:
+        case "all_gather_into_tensor":
+            return (ranks - 1) * size
+        case "reduce_scatter_tensor":
+            return (ranks - 1) * size // ranks
+        case "all_reduce":
+            return 2 * (ranks - 1) * size // ranks
+        case "broadcast":
+            return size
+    raise AssertionError(f"{op} is not counted")
+
+
+class CommCounter(TorchDispatchMode):
+    """Counts the functional collectives run under it and the bytes that this rank receives.
+
+    Counts what reaches the dispatcher, so stock styles and DTensor redistributions are counted
+    beside ours; a broadcast counts nothing on its source, an all-reduce counts as a
+    reduce-scatter and an all-gather. Collectives inside a compiled graph and FSDP2's own are not
+    seen.
+
+    Example::
+
+        >>> with CommCounter(mesh["tp_row", "tp_col"]) as comm:
+        ...     model(ids).sum().backward()
+        >>> print(comm)
+        tp_col all_gather_into_tensor       2      4096 B
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
+        groups = {name: mesh.get_group(name) for name in names}
+        self._axes = {group.group_name: (name, group) for name, group in groups.items()}
+        self.calls: dict[tuple[str, str], int] = defaultdict(int)
+        self.bytes: dict[tuple[str, str], int] = defaultdict(int)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "_c10d_functional":
+            self._count(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, op: str, args: tuple[Any, ...]) -> None:
+        if op == "wait_tensor":
+            return
+        group = args[-1] if isinstance(args[-1], str) else args[-1].group_name
+        name, process_group = self._axes.get(group, ("other", None))
+        if process_group is None:
+            process_group = torch.distributed.distributed_c10d._resolve_process_group(group)
+        ranks, index = process_group.size(), process_group.rank()
+        width = args[0].element_size()
+        if op == "all_to_all_single":
+            per_row = _elements(args[0].shape[1:])
+            received = sum(count for rank, count in enumerate(args[1]) if rank != index) * per_row
+        elif op == "broadcast" and args[1] == index:
+            received = 0
+        else:
+            received = _received(op, args, ranks)
+        self.calls[name, op] += 1
+        self.bytes[name, op] += received * width
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes received by this rank, over all axes."""
+        return sum(self.bytes.values())
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{axis:6} {op:24} {self.calls[axis, op]:5} {self.bytes[axis, op]:12} B"
+            for axis, op in sorted(self.calls)
+        )

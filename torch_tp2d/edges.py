@@ -1,0 +1,178 @@
+"""Where tensors enter and leave a style: DTensor or local, from one layout to another.
+
+Two conventions meet here. A *local* tensor that is replicated along an axis has a gradient that
+is replicated too, as in the stock styles: user code may do anything with it. Inside a style the
+gradient of a gathered input is left as a partial sum, so that it can go back with one
+reduce-scatter, and several consumers of one tensor (q, k and v; w1 and w3) share both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .comm import Axis, all_gather, reduce_scatter
+from .grid import Grid
+from .layouts import Layout, normalize
+
+__all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
+
+
+def enter(
+    x: Tensor,
+    declared: Layout,
+    wanted: Layout,
+    grid: Grid,
+    row_dim: int,
+    features: int | None,
+) -> Tensor:
+    """An input as the local shard that an op takes.
+
+    Args:
+        x: a DTensor on the mesh or on its ``tp_col`` sub-mesh, or a local tensor laid out as
+            ``declared``.
+        wanted: the op's layout. If it replicates along ``tp_col``, the op's gradient for it is
+            a partial sum there.
+        features: global size of the last dim.
+    """
+    given, shape, own_account = x, None, False
+    if isinstance(x, DTensor):
+        declared = normalize(grid.layout(x, row_dim), x.ndim)
+        if x.device_mesh == grid.mesh:
+            shape = tuple(x.shape)
+        if x.device_mesh == grid.mesh and x.is_floating_point():
+            # DTensor keeps account of a partial gradient by itself: no collective of ours.
+            own_account = isinstance(declared[1], Replicate) and isinstance(wanted[1], Replicate)
+            grads = tuple(Replicate() if p.is_partial() else p for p in declared)
+            grads = (grads[0], Partial()) if own_account else grads
+            x = x.to_local(grad_placements=grid.placements(grads))
+        else:
+            x = x.to_local()
+    declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
+    twin = getattr(given, "_tp2d_partial", None)
+    if twin is not None and declared == wanted == twin[0]:
+        return twin[1]
+    partial_grad = isinstance(wanted[1], Replicate) and x.is_floating_point() and not own_account
+    gathers = partial_grad and isinstance(declared[1], Shard) and declared[0] == wanted[0]
+    key = (grid.col.group, declared, wanted, given._version, torch.is_grad_enabled())
+    if gathers and not torch.compiler.is_compiling():
+        # q, k and v, or w1 and w3, are given one tensor: it crosses the wire once.
+        shared = getattr(given, "_tp2d_gathered", None)
+        if shared is not None and shared[0] == key:
+            return shared[1]
+    result = grid.redistribute(
+        x, declared, wanted, features=features, shape=shape, partial_grad=(False, partial_grad)
+    )
+    if gathers and not torch.compiler.is_compiling():
+        given._tp2d_gathered = key, result
+    return result
+
+
+class _Attach(torch.autograd.Function):
+    """The gathered value of ``x``, whose gradient goes back in one of the two conventions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[int], share: bool
+    ) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes, ctx.share = axis, dim, sizes, share
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if ctx.share:
+            mine = reduce_scatter(grad, ctx.dim, ctx.sizes, ctx.axis).wait()
+        else:
+            start = sum(ctx.sizes[: ctx.axis.index])
+            mine = grad.narrow(ctx.dim, start, ctx.sizes[ctx.axis.index])
+        return (mine.contiguous(), *(None,) * 5)
+
+
+def gather_for_module(
+    x: Tensor, declared: Layout, grid: Grid, shape: Sequence[int] | None = None
+) -> Tensor:
+    """Gather an input along ``tp_col`` for a module of the user's, as a local tensor.
+
+    The module may use it in any way: its gradient is then whole on every rank. The 2-D styles
+    inside, given this very tensor, take its twin instead, whose gradients are shares that add up
+    locally and go back in one reduce-scatter.
+    """
+    declared = normalize(declared, x.ndim)
+    wanted = declared[0], Replicate()
+    if grid.col.size == 1 or not isinstance(declared[1], Shard):
+        return grid.redistribute(x, declared, wanted, shape=shape)
+    dim = declared[1].dim
+    extent = grid.extent(x, dim, declared) if shape is None else shape[dim]
+    if isinstance(declared[0], Shard) and declared[0].dim == dim:
+        extent = grid.row.split(extent)[grid.row.index]
+    sizes = grid.col.split(extent)
+    whole = all_gather(x.detach(), dim, sizes, grid.col).wait().contiguous()
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return whole
+    result = _Attach.apply(x, whole, grid.col, dim, sizes, False)
+    twin = _Attach.apply(x, whole, grid.col, dim, sizes, True)
+    result._tp2d_partial = (wanted, twin)
+    return result
+
+
+def leave(
+    y: Tensor,
+    have: Layout,
+    wanted: Layout,
+    grid: Grid,
+    features: int | None,
+    *,
+    use_local_output: bool,
+    grad_layouts: Layout | None = None,
+    extents: tuple[int, ...] | None = None,
+) -> Tensor:
+    """An op's result as a module's output.
+
+    Args:
+        y: the local result, laid out as ``have``.
+        wanted: the output's layout.
+        use_local_output: hand on the local shard, else a DTensor of the global shape.
+        grad_layouts: where this is Partial and ``wanted`` Replicate, the gradient of a local
+            output is a share, to be summed.
+        extents: the sizes of all dims but the last, where they are known.
+    """
+    have, wanted = normalize(have, y.ndim), normalize(wanted, y.ndim)
+    shares = [False, False]
+    if use_local_output and grad_layouts is not None:
+        for axis in (0, 1):
+            shares[axis] = isinstance(grad_layouts[axis], Partial) and isinstance(
+                wanted[axis], Replicate
+            )
+    y = grid.redistribute(
+        y, have, wanted, features=features, partial_grad=(shares[0], shares[1])
+    )
+    if use_local_output:
+        return y
+    if extents is not None:
+        return to_dtensor(y, wanted, grid, (*extents, features))
+    return to_dtensor(y, wanted, grid, None, features)
+
+
+def to_dtensor(
+    x: Tensor,
+    layout: Layout,
+    grid: Grid,
+    shape: Sequence[int] | None = None,
+    features: int | None = None,
+) -> DTensor:
+    """A local shard as a DTensor on the mesh, of ``shape`` or of the sizes under way."""
+    layout = normalize(layout, x.ndim)
+    if shape is None:
+        last = {x.ndim - 1: features} if features is not None else {}
+        shape = [grid.extent(x, dim, layout, last.get(dim)) for dim in range(x.ndim)]
+    shape = torch.Size(shape)
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        x, grid.mesh, grid.placements(layout), run_check=False, shape=shape, stride=stride
+    )

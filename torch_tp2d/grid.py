@@ -1,0 +1,292 @@
+"""The grid: a 2-D mesh as one rank sees it, and the token sizes that the styles on it share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .comm import Axis, all_gather, move
+from .layouts import TP_COL, TP_ROW, Layout, normalize
+
+__all__ = ["Grid", "check_mesh", "describe_mesh"]
+
+Axes = str | tuple[str, ...]
+
+_MESH_MEND = (
+    f'make it with init_device_mesh(device, (R, C), mesh_dim_names=("{TP_ROW}", "{TP_COL}")), or '
+    f'slice a larger one: mesh["{TP_ROW}", "{TP_COL}"]'
+)
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """``(tp_row=2, tp_col=3)``, for messages."""
+    names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse anything but a 2-D mesh named ``("tp_row", "tp_col")`` that holds this rank.
+
+    Raises:
+        TypeError: if ``mesh`` is not a DeviceMesh.
+        ValueError: for other dims or names, or if this rank is not on it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh, but got {type(mesh).__name__}: {_MESH_MEND}")
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"a 2-D style needs a 2-D mesh, but this one is {describe_mesh(mesh)}: {_MESH_MEND}"
+        )
+    if mesh.mesh_dim_names != (TP_ROW, TP_COL):
+        raise ValueError(
+            f'a 2-D style needs mesh dims named ("{TP_ROW}", "{TP_COL}") in this order, but this '
+            f"mesh is {describe_mesh(mesh)}: {_MESH_MEND}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not on the mesh {describe_mesh(mesh)} of ranks "
+            f"{mesh.mesh.flatten().tolist()}: apply the plan only on ranks that are on it"
+        )
+
+
+def _axis(mesh: DeviceMesh, name: str, parts: tuple[int, ...] | None = None) -> Axis:
+    group = mesh.get_group(name) if mesh.ndim > 1 else mesh.get_group()
+    return Axis(
+        name=name,
+        parts=parts or (group.size(),),
+        index=dist.get_rank(group),
+        group=group.group_name,
+        exchanges="gloo" in dist.get_backend(group),
+    )
+
+
+class Tokens:
+    """Batch and sequence size of the tokens under way on a mesh.
+
+    The embedding, where every rank holds the whole ids, writes them; the layers after it read
+    them, so that no sizes cross the wire. A shard that does not fit them is an error.
+    """
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] | None = None
+
+
+_tokens: WeakKeyDictionary[DeviceMesh, Tokens] = WeakKeyDictionary()
+
+
+class Grid:
+    """R x C = ``row.size`` x ``col.size`` ranks, seen from one of them.
+
+    ``axes`` says which mesh axis plays which part. By default activations move along ``tp_col``
+    and weights along ``tp_row``. ``"tp_row"`` swaps the two; ``("tp_row", "tp_col")`` flattens
+    them into one line of N ranks, on which everything moves.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: Axes = TP_COL) -> None:
+        check_mesh(mesh)
+        self.mesh = mesh
+        self.axes: Axes = axes if isinstance(axes, str) or len(axes) > 1 else axes[0]
+        self.tokens = _tokens.setdefault(mesh, Tokens())
+        if self.axes == TP_COL:
+            self.row, self.col = _axis(mesh, TP_ROW), _axis(mesh, TP_COL)
+        elif self.axes == TP_ROW:
+            self.row, self.col = _axis(mesh, TP_COL), _axis(mesh, TP_ROW)
+        elif self.axes == (TP_ROW, TP_COL):
+            flat = mesh._flatten()
+            self.col = _axis(flat, f"{TP_ROW}_{TP_COL}", tuple(mesh.shape))
+            self.row = Axis("none", (1,), 0, "", False)
+        else:
+            raise ValueError(
+                f'axes is "{TP_COL}", "{TP_ROW}" or ("{TP_ROW}", "{TP_COL}"), not {axes!r}'
+            )
+
+    def __deepcopy__(self, memo: Any) -> Grid:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Grid({describe_mesh(self.mesh)}, axes={self.axes!r})"
+
+    def placements(self, layout: Layout) -> tuple[Placement, Placement]:
+        """A ``(row, col)`` layout as DTensor placements on the mesh."""
+        row, col = layout
+        if self.axes == TP_COL:
+            return row, col
+        if self.axes == TP_ROW:
+            return col, row
+        return col, col
+
+    def layout(self, x: DTensor, row_dim: int) -> Layout:
+        """The ``(row, col)`` layout of a DTensor on the mesh or on its ``tp_col`` sub-mesh.
+
+        Raises:
+            ValueError: if it is on any other mesh.
+        """
+        if x.device_mesh == self.mesh:
+            first, second = x.placements
+            if self.axes == TP_COL:
+                return first, second
+            if self.axes == TP_ROW:
+                return second, first
+            if first != second:
+                raise ValueError(
+                    f"a style on {self.axes} takes a DTensor placed alike on both axes, but got "
+                    f"{x.placements}: redistribute it first"
+                )
+            return Replicate(), first
+        if x.device_mesh.ndim == 1 and x.device_mesh.mesh_dim_names == (self.col.name,):
+            if x.device_mesh == self.mesh[self.col.name]:
+                return Shard(row_dim), x.placements[0]
+        raise ValueError(
+            f"the input is a DTensor on mesh {describe_mesh(x.device_mesh)}, but the style is on "
+            f"{describe_mesh(self.mesh)}: put both on one mesh, or pass a local tensor"
+        )
+
+    def extent(self, x: Tensor, dim: int, layout: Layout, features: int | None = None) -> int:
+        """Global size of ``dim`` of which ``x`` is this rank's shard under ``layout``.
+
+        Args:
+            features: the size of the last dim, which a style knows from its weight.
+
+        Raises:
+            ValueError: if the shard does not fit the sizes of the tokens under way.
+        """
+        row, col = normalize(layout, x.ndim)
+        cuts = [axis for axis, p in ((self.row, row), (self.col, col)) if _shards(p, dim)]
+        cuts = [axis for axis in cuts if axis.size > 1]
+        if not cuts:
+            return x.shape[dim]
+        if features is not None and dim == x.ndim - 1:
+            return features
+        known = self.tokens.shape
+        if known is not None and x.ndim == len(known) + 1 and dim < len(known):
+            if x.shape[dim] == self._shard(known[dim], cuts):
+                return known[dim]
+            raise ValueError(
+                f"dim {dim} of a local tensor of shape {tuple(x.shape)} in layout {layout} is not "
+                f"this rank's part of the tokens {known} on {describe_mesh(self.mesh)}: pass the "
+                f"part that the layout says, or a DTensor, which knows its own sizes"
+            )
+        return self._exchange(x, dim, cuts)
+
+    def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:
+        for axis in cuts:
+            extent = axis.split(extent)[axis.index]
+        return extent
+
+    def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> int:
+        """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
+        extent = x.shape[dim]
+        if torch.compiler.is_compiling():
+            return extent * math.prod(axis.size for axis in cuts)
+        for axis in reversed(cuts):
+            mine = torch.tensor([extent], device=x.device)
+            sizes = all_gather(mine, 0, (1,) * axis.size, axis).wait().tolist()
+            extent = sum(sizes)
+            if tuple(sizes) != axis.split(extent):
+                raise ValueError(
+                    f"the ranks along {axis.name} hold {sizes} elements of dim {dim}, which is "
+                    f"not how torch.chunk splits {extent}: expected {axis.split(extent)}"
+                )
+        return extent
+
+    def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+        """Shape of this rank's shard of a tensor of ``shape`` under ``layout``."""
+        local = list(shape)
+        for axis, placement in zip((self.row, self.col), normalize(layout, len(local)), strict=True):
+            if isinstance(placement, Shard):
+                local[placement.dim] = axis.split(local[placement.dim])[axis.index]
+        return tuple(local)
+
+    def redistribute(
+        self,
+        x: Tensor,
+        src: Layout,
+        dst: Layout,
+        *,
+        features: int | None = None,
+        shape: Sequence[int] | None = None,
+        partial_grad: tuple[bool, bool] = (False, False),
+    ) -> Tensor:
+        """Change the layout of a local shard, differentiably.
+
+        Args:
+            features: global size of the last dim, if it is sharded in ``src`` or ``dst``.
+            shape: the global shape, where it is known.
+            partial_grad: for each axis on which ``dst`` replicates, whether what uses the result
+                hands back only its share of the gradient.
+        """
+        src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
+        extents: dict[int, int] = {}
+        for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard)}:
+            if _moves(dim, src, dst):
+                known = None if shape is None else shape[dim]
+                extents[dim] = self.extent(x, dim, src, features) if known is None else known
+        for step_src, step_dst, on_col in _steps(src, dst):
+            axis = self.col if on_col else self.row
+            here, there = step_src[on_col], step_dst[on_col]
+            final = step_dst[on_col] == dst[on_col] and isinstance(there, Replicate)
+            x = move(
+                x,
+                axis,
+                here,
+                there,
+                {dim: self._wire_sizes(n, dim, step_src, on_col) for dim, n in extents.items()},
+                partial_grad=final and partial_grad[on_col],
+            )
+        return x
+
+    def _wire_sizes(self, extent: int, dim: int, layout: Layout, on_col: int) -> tuple[int, ...]:
+        axis, other = (self.col, self.row) if on_col else (self.row, self.col)
+        if _shards(layout[1 - on_col], dim):
+            extent = other.split(extent)[other.index]
+        return axis.split(extent)
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim == dim
+
+
+def _moves(dim: int, src: Layout, dst: Layout) -> bool:
+    """Whether some axis starts or stops sharding ``dim``."""
+    return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
+
+
+def _steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
+    """The axis-by-axis way from ``src`` to ``dst``: ``(before, after, whether on tp_col)``.
+
+    Sums are reduced first, since that makes what travels next smaller. Where both axes shard one
+    dim the shard of ``tp_col`` lies inside that of ``tp_row``, so ``tp_row`` may only change
+    while ``tp_col`` does not shard that dim.
+    """
+    row_changes = src[0] != dst[0]
+    row_dims = {p.dim for p in (src[0], dst[0]) if isinstance(p, Shard)} if row_changes else set()
+    steps: list[tuple[Layout, Layout, int]] = []
+    now = src
+
+    def step(to: Layout, on_col: int) -> None:
+        nonlocal now
+        steps.append((now, to, on_col))
+        now = to
+
+    inside_now = isinstance(now[1], Shard) and now[1].dim in row_dims
+    inside_then = isinstance(dst[1], Shard) and dst[1].dim in row_dims
+    if inside_now:
+        step((now[0], Replicate() if inside_then else dst[1]), 1)
+        step((dst[0], now[1]), 0)
+        step(dst, 1)
+    elif inside_then or src[0].is_partial():
+        step((dst[0], now[1]), 0)
+        step(dst, 1)
+    else:
+        step((now[0], dst[1]), 1)
+        step(dst, 0)
+    return steps

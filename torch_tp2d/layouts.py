@@ -1,0 +1,160 @@
+"""The placement rules, as data. Nothing here communicates or touches a tensor's values.
+
+A layout is a pair of placements, always written ``(on tp_row, on tp_col)``. For an activation
+``[batch, sequence, hidden]`` on an R x C grid:
+
+==============  ===========================  =========================================
+name            layout                       a rank holds
+==============  ===========================  =========================================
+token layout    ``(Shard(0), Shard(1))``     batch/R, sequence/C, the whole hidden dim
+feature layout  ``(Shard(0), Shard(-1))``    batch/R, the whole sequence, hidden/C
+row layout      ``(Shard(0), Replicate())``  batch/R, whole sequence, whole hidden dim
+==============  ===========================  =========================================
+
+Shards are :func:`torch.chunk`'s: every shard but the last ones has ``ceil(size / parts)``
+elements, and trailing shards may be short or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "BLOCK",
+    "COLWISE",
+    "ROWWISE",
+    "TP_COL",
+    "TP_ROW",
+    "Layout",
+    "MatmulRule",
+    "as_layout",
+    "chunk_sizes",
+    "feature_layout",
+    "nested_chunk_sizes",
+    "normalize",
+    "row_layout",
+    "token_layout",
+]
+
+TP_ROW = "tp_row"
+TP_COL = "tp_col"
+
+Layout = tuple[Placement, Placement]
+
+
+def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
+    """Extents of the ``parts`` shards that :func:`torch.chunk` makes of ``size`` elements.
+
+    >>> chunk_sizes(13, 4)
+    (4, 4, 4, 1)
+    >>> chunk_sizes(3, 4)
+    (1, 1, 1, 0)
+    """
+    full = -(-size // parts)
+    return tuple(max(0, min(full, size - full * part)) for part in range(parts))
+
+
+def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Extents when one dim is cut by several mesh axes in turn, outermost first.
+
+    This is what a DTensor holds whose placements shard one dim twice; it differs from one flat
+    chunk wherever the sizes do not divide.
+
+    >>> nested_chunk_sizes(10, (2, 2)), chunk_sizes(10, 4)
+    ((3, 2, 3, 2), (3, 3, 3, 1))
+    """
+    sizes: tuple[int, ...] = (size,)
+    for count in parts:
+        sizes = tuple(inner for outer in sizes for inner in chunk_sizes(outer, count))
+    return sizes
+
+
+def token_layout(row_dim: int = 0) -> Layout:
+    """``(Shard(row_dim), Shard(1))``: the residual stream between blocks."""
+    return Shard(row_dim), Shard(1)
+
+
+def feature_layout(row_dim: int = 0) -> Layout:
+    """``(Shard(row_dim), Shard(-1))``: heads and FFN over ``tp_col``."""
+    return Shard(row_dim), Shard(-1)
+
+
+def row_layout(row_dim: int = 0) -> Layout:
+    """``(Shard(row_dim), Replicate())``: this row's tokens, whole."""
+    return Shard(row_dim), Replicate()
+
+
+def as_layout(
+    value: Placement | Sequence[Placement] | None, default: Layout, *, row: Placement
+) -> Layout:
+    """Read what a user gave for ``input_layouts`` or ``output_layouts``.
+
+    A single placement is the ``tp_col`` layout and leaves ``tp_row`` at ``row``; a pair is
+    ``(tp_row, tp_col)``; ``None`` is ``default``.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if value is None:
+        return default
+    if isinstance(value, Placement):
+        return row, value
+    pair = tuple(value)
+    if len(pair) == 1 and isinstance(pair[0], Placement):
+        return row, pair[0]
+    if len(pair) != 2 or not all(isinstance(p, Placement) for p in pair):
+        raise TypeError(
+            f"a layout is one Placement (on {TP_COL}) or a pair ({TP_ROW}, {TP_COL}) of "
+            f"Placements, but got {value!r}"
+        )
+    return pair
+
+
+def normalize(layout: Layout, ndim: int) -> Layout:
+    """``layout`` with every shard dim counted from the front of an ``ndim``-dim tensor.
+
+    Raises:
+        ValueError: if a shard dim does not exist.
+    """
+
+    def front(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+        if not 0 <= dim < ndim:
+            raise ValueError(f"layout {layout} shards dim {placement.dim} of a {ndim}-dim tensor")
+        return Shard(dim)
+
+    return front(layout[0]), front(layout[1])
+
+
+@dataclass(frozen=True)
+class MatmulRule:
+    """How one style lays out ``Y[M, N] = X[M, K] @ W[N, K]^T``.
+
+    ``gathers_input`` tells the two dataflows of forward apart: *move the input and the weight*
+    (X is gathered along ``tp_col``) or *move the weight and the output* (Y is reduced along
+    ``tp_col``). Backward of each is made of the other and of the weight's gradient.
+    """
+
+    style: str
+    gathers_input: bool
+    weight_dims: tuple[int, int]
+    """Dim of ``W[N, K]`` that ``tp_row`` and ``tp_col`` shard."""
+    input_col: Placement
+    output_col: Placement
+
+    @property
+    def dataflow(self) -> str:
+        return "output_stationary" if self.gathers_input else "input_stationary"
+
+
+COLWISE = MatmulRule("Colwise2D", True, (1, 0), Replicate(), Shard(-1))
+ROWWISE = MatmulRule("Rowwise2D", False, (0, 1), Shard(-1), Replicate())
+BLOCK = MatmulRule("Block2DParallel", True, (1, 0), Shard(-1), Shard(-1))
+
+PARTIAL = Partial()

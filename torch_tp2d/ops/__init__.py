@@ -1,0 +1,1 @@
+"""The math on local shards, each an autograd.Function. No DTensor below this line."""

@@ -1,0 +1,67 @@
+"""The sharding rule that DTensor lacks for attention on a CPU.
+
+DTensor knows the fused attention kernels of GPUs, but not the one that
+``scaled_dot_product_attention`` takes on a CPU, and its fallback mixes plain masks with DTensors.
+Batch and heads are independent, so shards of either need no communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+_BATCH, _HEADS = 0, 1
+
+
+def _alike(inputs: int, outputs: int, mask: Any) -> list[Any]:
+    """Rules that place all tensors alike: replicated, split by batch, or by heads."""
+    rules = []
+    for placement in (Replicate(), Shard(_BATCH), Shard(_HEADS)):
+        dropout_and_causal = [None, None]
+        masks = [] if mask is None else [_mask(mask, placement)]
+        rules.append(([placement] * outputs, [placement] * inputs + dropout_and_causal + masks))
+    return rules
+
+
+def _mask(spec: Any, placement: Any) -> Any:
+    """A mask is split with what it masks, except in dims along which it is broadcast."""
+    if not isinstance(placement, Shard):
+        return placement
+    from_end = 4 - placement.dim
+    dim = spec.ndim - from_end
+    return Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else Replicate()
+
+
+@register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> Any:
+    return _alike(3, 2, attn_mask)
+
+
+@register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> Any:
+    return _alike(6, 3, attn_mask)

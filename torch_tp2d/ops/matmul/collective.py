@@ -1,0 +1,39 @@
+"""``collective``: all-gather what is needed, multiply once, reduce-scatter what is owed.
+
+The plainest schedule, and the one with the fewest and largest messages: on any grid, weights are
+gathered along ``tp_row`` and their gradient is reduce-scattered along it. What moves along
+``tp_col`` is moved by the layouts around it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...comm import Pending, all_gather, all_reduce, reduce_scatter
+from .cut import Cut
+
+WHOLE = True
+SQUARE = False
+
+
+def prefetch(b: Tensor, cut: Cut) -> Pending:
+    """``b[Pi, Qj] -> b[P, Qj]``."""
+    return Pending(b) if cut.replicated else all_gather(b, 0, cut.p_row, cut.row)
+
+
+def ab(a: Tensor, b: Tensor, cut: Cut) -> Tensor:
+    """``a[M, P], b[P, Qj] -> c[M, Qj]``."""
+    return a @ b
+
+
+def abt(c: Tensor, b: Tensor, cut: Cut) -> Tensor:
+    """``c[M, Qj], b[P, Qj] -> a[M, P]``, a partial sum along ``tp_col``."""
+    return c @ b.t()
+
+
+def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
+    """``a[M, P], c[M, Qj] -> b[Pi, Qj]``, summed over the rows."""
+    partial = a.t() @ c
+    if cut.replicated:
+        return all_reduce(partial, cut.row)
+    return reduce_scatter(partial, 0, cut.p_row, cut.row)

@@ -1,0 +1,71 @@
+"""How a weight block is cut over the grid, which every algorithm needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ...comm import Axis, Pending
+
+__all__ = ["Algorithm", "Cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A weight ``b[P, Q]`` whose dim 0 is cut over ``row`` and dim 1 over ``col``.
+
+    Rank (i, j) holds ``b[p[i], q[j]]``. Activations are cut by tokens over ``row``; ``M`` below
+    is this row's number of them. ``replicated`` weights are whole in dim 0 on every row.
+    """
+
+    row: Axis
+    col: Axis
+    p: int
+    q: int
+    replicated: bool = False
+
+    @property
+    def p_row(self) -> tuple[int, ...]:
+        """Extents of P over the rows: of ``b``'s blocks."""
+        return self.row.split(self.p)
+
+    @property
+    def p_col(self) -> tuple[int, ...]:
+        """Extents of P over the columns: of ``a``'s blocks."""
+        return self.col.split(self.p)
+
+
+class Algorithm(Protocol):
+    """The three products that forward and backward are made of, each on local blocks.
+
+    ==========  ================  ==========================  ==========================
+    product     what it computes  operands of rank (i, j)     result of rank (i, j)
+    ==========  ================  ==========================  ==========================
+    ``ab``      ``c = a b``       ``a[M, P*]``, ``b[Pi, Qj]``  ``c[M, Qj]``
+    ``abt``     ``a = c b^T``     ``c[M, Qj]``, ``b[Pi, Qj]``  ``a[M, P*]``
+    ``atb``     ``b = a^T c``     ``a[M, P*]``, ``c[M, Qj]``   ``b[Pi, Qj]``
+    ==========  ================  ==========================  ==========================
+
+    ``P*`` is ``Pj`` where ``WHOLE`` is false: ``a`` is a block of the feature layout, and the
+    algorithm moves it. Where ``WHOLE`` is true ``a`` is the whole row ``a[M, P]``, gathered
+    before; ``abt`` then returns a partial sum along ``tp_col``, reduced after.
+    """
+
+    WHOLE: bool
+    SQUARE: bool
+
+    @staticmethod
+    def prefetch(b: Tensor, cut: Cut) -> Pending:
+        """Start moving the weight; the products take what this returns for ``b``."""
+        ...
+
+    @staticmethod
+    def ab(a: Tensor, b: Tensor, cut: Cut) -> Tensor: ...
+
+    @staticmethod
+    def abt(c: Tensor, b: Tensor, cut: Cut) -> Tensor: ...
+
+    @staticmethod
+    def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending: ...

@@ -1,0 +1,93 @@
+"""LayerNorm and RMSNorm over a hidden dim that is split along ``tp_col``.
+
+Only the statistics cross the wire, in fp32 at least: one or two numbers per token forward, and as
+many backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Axis, all_reduce
+
+__all__ = ["norm2d"]
+
+
+class _Norm2D(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        hidden: int,
+        eps: float,
+        centered: bool,
+        row: Axis,
+        col: Axis,
+    ) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if centered:
+            # Two passes, as E[x^2] - E[x]^2 loses the digits that a large mean shares.
+            mean = all_reduce(wide.sum(-1, keepdim=True), col).wait() / hidden
+            wide = wide - mean
+        square = all_reduce(wide.square().sum(-1, keepdim=True), col).wait() / hidden
+        rstd = torch.rsqrt(square + eps)
+        normal = wide * rstd
+        y = normal if weight is None else normal * weight
+        if bias is not None:
+            y = y + bias
+        ctx.hidden, ctx.centered, ctx.row, ctx.col = hidden, centered, row, col
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(normal.to(x.dtype), rstd, weight)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        normal, rstd, weight = ctx.saved_tensors
+        hidden, col = ctx.hidden, ctx.col
+        grad, normal = grad.to(rstd.dtype), normal.to(rstd.dtype)
+        tokens = tuple(range(grad.ndim - 1))
+        dweight = dbias = None
+        if weight is not None:
+            dweight = all_reduce((grad * normal).sum(tokens), ctx.row)
+        if ctx.has_bias:
+            dbias = all_reduce(grad.sum(tokens), ctx.row)
+        dnormal = grad if weight is None else grad * weight
+        sums = [(dnormal * normal).sum(-1, keepdim=True)]
+        if ctx.centered:
+            sums.append(dnormal.sum(-1, keepdim=True))
+        totals = all_reduce(torch.cat(sums, -1), col).wait() / hidden
+        dx = dnormal - normal * totals[..., :1]
+        if ctx.centered:
+            dx = dx - totals[..., 1:]
+        return (
+            (dx * rstd).to(grads[0].dtype),
+            None if dweight is None else dweight.wait().to(weight.dtype),
+            None if dbias is None else dbias.wait().to(weight.dtype),
+            *(None,) * 5,
+        )
+
+
+def norm2d(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    hidden: int,
+    eps: float,
+    centered: bool,
+    row: Axis,
+    col: Axis,
+) -> Tensor:
+    """Normalise the last dim, of ``hidden`` elements, of which ``x[..., Hj]`` is a shard.
+
+    Args:
+        weight, bias: ``[Hj]``; their gradients are summed along ``row``.
+        centered: subtract the mean (LayerNorm) or not (RMSNorm).
+    """
+    return _Norm2D.apply(x, weight, bias, hidden, eps, centered, row, col)

@@ -1,0 +1,318 @@
+"""``parallelize_module``: a plan onto the mesh, checked as a whole before anything is changed."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.tensor as dt
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .grid import Grid, check_mesh, describe_mesh
+from .layouts import normalize
+from .lift import Lifted, _LiftedPrepare
+from .recognise import describe_module, is_conv1d, is_embedding, is_linear
+from .replicate import Replicate
+from .styles import Colwise2D, GridStyle, tied_message
+
+__all__ = ["parallelize_module"]
+
+logger = logging.getLogger(__name__)
+
+Plan = ParallelStyle | dt.Replicate | Mapping[str, Any]
+
+
+class _Entry(NamedTuple):
+    key: str
+    name: str
+    module: nn.Module
+    parent: nn.Module | None
+    style: ParallelStyle
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """:func:`torch.distributed.tensor.parallel.parallelize_module` for a 2-D mesh.
+
+    The same call, which also takes unmodified stock styles in the plan (see :class:`Lifted`),
+    checks the whole plan on every rank before it changes or sends anything, keeps tied parameters
+    tied, and puts every parameter on the one mesh: a module that holds only vectors (a norm) and
+    stands beside modules that the plan names is replicated, as a stock plan leaves it.
+
+    Args:
+        module: the model, or a part of it.
+        device_mesh: a mesh named ``("tp_row", "tp_col")``: ``mesh["tp_row", "tp_col"]`` of a larger
+            one. By default the mesh of the surrounding ``with mesh:``.
+        parallelize_plan: a style for ``module`` itself, or a dict from module names (with ``*``,
+            ``?`` and ``[]`` within a name; ``""`` is ``module``) to styles. The placement
+            ``Replicate()`` stands for the style :class:`torch_tp2d.Replicate`.
+        src_data_rank: the rank along each axis whose values are taken; ``None``: each rank keeps
+            its part of its own, without communication.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: for a plan, style or module of the wrong kind.
+        ValueError: for a mesh, a shape or an option that cannot work, and for a key that matches
+            no module.
+
+    Example::
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp_row", "tp_col"))
+        >>> parallelize_module(model, mesh, {
+        ...     "layers.*.attention.w[qkv]": Colwise2D(),
+        ...     "layers.*.attention.wo": Rowwise2D(output_layouts=Shard(1)),
+        ...     "layers.*.ffn_norm": SequenceParallel(),
+        ... })
+    """
+    mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    check_mesh(mesh)
+    if isinstance(parallelize_plan, ParallelStyle | dt.Replicate):
+        parallelize_plan = {"": parallelize_plan}
+    if not isinstance(parallelize_plan, Mapping):
+        raise TypeError(
+            f"parallelize_plan is a ParallelStyle or a dict of module names and styles, not "
+            f"{type(parallelize_plan).__name__}"
+        )
+    entries = [
+        entry
+        for key, style in parallelize_plan.items()
+        for entry in _resolve(module, key, style)
+    ]
+    entries += _unnamed_vectors(module, entries)
+    _check(entries, mesh)
+    ties = _ties(module)
+    for entry in entries:
+        _undo_default(entry)
+        entry.style.src_data_rank = src_data_rank
+        entry.style._apply(entry.module, mesh)
+    _FirstForward.watch(module, mesh, ties)
+    return module
+
+
+def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[_Entry]:
+    """The modules that a plan key names, each with its style."""
+    if isinstance(style, Mapping):
+        for name, child, _ in _match(root, key):
+            for inner_key, inner in style.items():
+                for entry in _resolve(child, inner_key, inner):
+                    full = ".".join(part for part in (name, entry.name) if part)
+                    yield entry._replace(key=f"{key}.{inner_key}", name=full)
+        return
+    lifted = _lift(key, style)
+    for name, child, parent in _match(root, key):
+        yield _Entry(key, name, child, parent, lifted)
+
+
+def _lift(key: str, style: Any) -> ParallelStyle:
+    if isinstance(style, dt.Replicate):
+        return Replicate()
+    if isinstance(style, GridStyle):
+        return style
+    if not isinstance(style, ParallelStyle):
+        raise TypeError(f"plan key {key!r}: expected a ParallelStyle, not {style!r}")
+    try:
+        return Lifted(style)
+    except TypeError as error:
+        raise TypeError(f"plan key {key!r}: {error}") from None
+
+
+def _match(root: nn.Module, key: str) -> list[tuple[str, nn.Module, nn.Module | None]]:
+    """``(name, module, parent)`` of the modules that ``key`` names under ``root``."""
+    found: list[tuple[str, nn.Module, nn.Module | None]] = [("", root, None)]
+    for token in key.split(".") if key else []:
+        found = [
+            (f"{name}.{child}" if name else child, submodule, parent)
+            for name, parent, _ in found
+            for child, submodule in parent.named_children()
+            if fnmatch(child, token)
+        ]
+    if not found:
+        names = [name for name, _ in root.named_modules() if name]
+        near = difflib.get_close_matches(key, names, n=3, cutoff=0.3)
+        raise ValueError(
+            f"plan key {key!r} matches no module of {type(root).__name__}; the nearest names are "
+            f"{near or names[:5]}"
+        )
+    return found
+
+
+def _check(entries: list[_Entry], mesh: DeviceMesh) -> None:
+    """Find every mistake that can be found before the first collective."""
+    placed: dict[int, tuple[_Entry, tuple[Any, ...]]] = {}
+    styled: dict[int, _Entry] = {}
+    for entry in entries:
+        style = entry.style
+        if not isinstance(style, GridStyle):
+            continue
+        where = f"{entry.name!r}" if entry.name else "the module itself"
+        try:
+            grid = Grid(mesh, style.axes)
+            style.check(entry.module, grid)
+            _check_heads(entry, grid)
+            if not _is_hook(style):
+                before = styled.setdefault(id(entry.module), entry)
+                if before is not entry:
+                    raise ValueError(
+                        f"both plan keys {before.key!r} and {entry.key!r} name this "
+                        f"{describe_module(entry.module)}: keep one of them"
+                    )
+            for owner, name, layout in style.param_layouts(entry.module):
+                param = getattr(owner, name)
+                wanted = tuple(grid.placements(normalize(layout, param.ndim)))
+                _, other = placed.setdefault(id(param), (entry, wanted))
+                if other != wanted:
+                    raise ValueError(tied_message(owner, name, wanted, other))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where} on mesh {describe_mesh(mesh)}: {error}") from None
+
+
+def _is_hook(style: ParallelStyle) -> bool:
+    return isinstance(style, Lifted) and isinstance(style.lifted, _LiftedPrepare)
+
+
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
+
+
+def _check_heads(entry: _Entry, grid: Grid) -> None:
+    """A projection into heads whose local output would split a head.
+
+    The module around it views its local output as ``[..., -1, head_dim]``: with half a head that
+    fails later, or mixes heads in silence.
+    """
+    style = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+    if not isinstance(style, Colwise2D) or not style.use_local_output or entry.parent is None:
+        return
+    if not (is_linear(entry.module) or is_conv1d(entry.module)):
+        return
+    if not isinstance(style.output_layouts[1], dt.Shard):
+        return
+    sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
+    head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    weight = entry.module.weight
+    out = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    if head is None or out % head:
+        return
+    if (out // head) % grid.col.size:
+        raise ValueError(
+            f"{describe_module(entry.module)} projects into {out // head} heads of {head}, which "
+            f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "
+            f"{grid.col.name} divides {out // head}, or use_local_output=False"
+        )
+
+
+def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
+    """Modules that hold only vectors and stand beside named ones, to be replicated.
+
+    A stock plan leaves norms out where every rank runs them on the same tokens. Here rows hold
+    different tokens, so their gradients have to be summed. What holds a matrix is not replicated
+    unasked; the first forward refuses it.
+    """
+    styled = [e.module for e in entries if not _is_hook(e.style)]
+    covered = {id(inner) for module in styled for inner in module.modules()}
+    names = {id(module): name for name, module in root.named_modules()}
+    scopes = set()
+    for entry in entries:
+        parts = names[id(entry.module)].split(".")
+        scopes |= {".".join(parts[:depth]) for depth in range(len(parts))}
+    found = []
+    for name, module in root.named_modules():
+        params = list(module.parameters(recurse=False))
+        parent = name.rpartition(".")[0]
+        if not name or id(module) in covered or parent not in scopes or list(module.children()):
+            continue
+        if is_embedding(module) or is_linear(module) or not params:
+            continue
+        if all(p.ndim <= 1 and not isinstance(p, DTensor) for p in params):
+            style = Replicate()
+            style.by_default = True
+            found.append(_Entry("", name, module, None, style))
+    if found:
+        logger.info("replicated, as no plan entry names them: %s", [e.name for e in found])
+    return found
+
+
+def _undo_default(entry: _Entry) -> None:
+    """Let a later plan entry restyle a module that an earlier call replicated by default."""
+    module = entry.module
+    runner = module.__dict__.get("_tp2d")
+    if runner is None or _is_hook(entry.style):
+        return
+    if not runner.by_default:
+        raise ValueError(
+            f"{entry.name!r}: {describe_module(module)} has a style already "
+            f"({runner.style}): name it in one plan entry"
+        )
+    for owner in module.modules():
+        for name, param in list(owner.named_parameters(recurse=False)):
+            plain = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+            owner.register_parameter(name, plain)
+
+
+def _ties(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """Groups of ``(name, owner, attribute)`` that share one parameter."""
+    owners = defaultdict(list)
+    for prefix, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners[id(param)].append((f"{prefix}.{name}" if prefix else name, module, name))
+    return [group for group in owners.values() if len(group) > 1]
+
+
+class _FirstForward:
+    """Checks a model once, when it first runs: by then every part of the plan has been applied."""
+
+    def __init__(self, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]) -> None:
+        self.mesh = mesh
+        self.ties = ties
+        self.handle: Any = None
+
+    @classmethod
+    def watch(
+        cls, module: nn.Module, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]
+    ) -> None:
+        check = cls(mesh, ties)
+        check.handle = module.register_forward_pre_hook(check, prepend=True)
+
+    def __deepcopy__(self, memo: Any) -> _FirstForward:
+        return self
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.handle.remove()
+        plain = [
+            f"{name} {tuple(param.shape)}"
+            for name, param in module.named_parameters()
+            if param.requires_grad and not isinstance(param, DTensor)
+        ]
+        if plain:
+            raise ValueError(
+                f"{type(module).__name__} on mesh {describe_mesh(self.mesh)}: no plan entry names "
+                f"the modules of {plain[:5]}{'...' if len(plain) > 5 else ''}, so they would be "
+                f"dense on every rank and their gradients wrong: name each with a style, "
+                f"torch_tp2d.Replicate() if it is to be whole on every rank, or freeze it"
+            )
+        for group in self.ties:
+            params = [owner._parameters[attribute] for _, owner, attribute in group]
+            if any(param is not params[0] for param in params):
+                names = [name for name, _, _ in group]
+                raise ValueError(
+                    f"{names} were one parameter when the plan was applied and no longer are "
+                    f"(to_empty() on a meta model unties them): tie them again, "
+                    f"{names[1]} = {names[0]}, before the optimizer is made"
+                )

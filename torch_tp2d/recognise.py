@@ -1,0 +1,116 @@
+"""What kind of module is this? Told by what it does, without importing the library it is from."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["NormKind", "describe_module", "is_conv1d", "is_embedding", "is_linear", "norm_of"]
+
+
+def describe_module(module: nn.Module) -> str:
+    """A module in one line, with its shapes, for messages."""
+    text = repr(module).splitlines()
+    if len(text) == 1 and text[0] != f"{type(module).__name__}()":
+        return text[0]
+    shapes = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]
+    listed = ", ".join(shapes[:4]) + (", ..." if len(shapes) > 4 else "")
+    return f"{type(module).__name__}({listed})"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A Linear that computes ``x W^T + b``: a subclass with a forward of its own is not one."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """An Embedding that looks up rows: a subclass with a forward of its own is not one."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D, a Linear that stores its weight ``[in, out]``."""
+    return (
+        any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+        and hasattr(module, "nf")
+        and getattr(module, "weight", None) is not None
+        and module.weight.ndim == 2
+        and module.weight.shape[1] == module.nf
+    )
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a norm computes over its last dim of ``hidden`` elements.
+
+    ``eps`` is None for the machine epsilon of the input's dtype, ``weight_offset`` is 1 for
+    modules that store the weight less one.
+    """
+
+    hidden: int
+    eps: float | None
+    centered: bool
+    weight_offset: float = 0.0
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The plain computation, on one device."""
+        if self.centered:
+            x = x - x.mean(-1, keepdim=True)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        if weight is not None:
+            y = y * (weight + self.weight_offset)
+        return y if bias is None else y + bias
+
+
+def norm_of(module: nn.Module) -> NormKind:
+    """What kind of norm a module is: its forward is tried on a few numbers, on one CPU.
+
+    Raises:
+        TypeError: if it is not a LayerNorm or RMSNorm over one last dim.
+    """
+    refusal = TypeError(
+        f"Norm2D is for a LayerNorm or RMSNorm over the last dim, not {describe_module(module)}: "
+        f"use SequenceParallel or Replicate for it"
+    )
+    params: dict[str, Any] = dict(module.named_parameters())
+    shapes = {tuple(p.shape) for p in params.values()}
+    if not set(params) <= {"weight", "bias"} or len(shapes) > 1:
+        raise refusal
+    if shapes:
+        (shape,) = shapes
+    else:
+        shape = tuple(getattr(module, "normalized_shape", ()))
+    if len(shape) != 1:
+        raise refusal
+    names = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
+    eps = next((getattr(module, name) for name in names if hasattr(module, name)), 0.0)
+
+    generator = torch.Generator().manual_seed(0)
+    probe = copy.deepcopy(module).to_empty(device="cpu").double()
+    values = {}
+    for name, param in probe.named_parameters():
+        values[name] = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.data.copy_(values[name])
+    # So small that a wrong epsilon shows.
+    scale = 1.0 if not eps else 3 * eps**0.5
+    x = torch.randn(3, *shape, generator=generator, dtype=torch.float64) * scale + scale
+    try:
+        with torch.no_grad():
+            seen = probe(x)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise refusal from error
+    if not isinstance(seen, Tensor) or seen.shape != x.shape:
+        raise refusal
+    for centered in (True, False):
+        for offset in (0.0, 1.0):
+            kind = NormKind(shape[0], eps, centered, offset)
+            wanted = kind(x, values.get("weight"), values.get("bias"))
+            # Some compute in fp32 whatever their input, so fp32's rounding is allowed here.
+            if torch.allclose(seen.double(), wanted, rtol=1e-4, atol=1e-4):
+                return kind
+    raise refusal

@@ -1,0 +1,227 @@
+"""Modules whose parameters are whole on every rank and whose tokens are split: run as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor as dt
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from .comm import Axis, all_reduce
+from .edges import to_dtensor
+from .grid import Grid
+from .layouts import Layout, as_layout, normalize
+from .recognise import is_embedding
+from .styles import EmbeddingRunner, GridStyle, LayoutLike, Runner, local_shard
+
+__all__ = ["Replicate", "WholeRunner"]
+
+_WHOLE: Layout = dt.Replicate(), dt.Replicate()
+
+
+class Replicate(GridStyle):
+    """Put a module on the mesh with its parameters whole on every rank.
+
+    For what no other plan entry names: a norm, a position embedding, a router. All parameters of
+    a model have to be on one mesh, for torch's optimizers and ``clip_grad_norm_``, and the
+    gradient of a module that sees only some of the tokens has to be summed over the others.
+
+    The module runs as it is, on a DTensor made of its first argument.
+
+    Keyword Args:
+        input_layouts: layout of a local first argument. By default the token layout where its
+            sequence is this rank's shard of the tokens under way, else the row layout. An
+            embedding's ids are whole by default.
+        output_layouts: layout of the output; by default as the module gives it.
+        use_local_output: hand on local tensors; by default if the input was local.
+        row_dim: the token dim that ``tp_row`` splits.
+
+    Raises:
+        TypeError: for integer parameters.
+
+    Example::
+
+        >>> plan = {"layers.*.norm": torch_tp2d.Replicate(), "layers.*.w1": Colwise2D(), ...}
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: LayoutLike = None,
+        output_layouts: LayoutLike = None,
+        use_local_output: bool | None = None,
+        row_dim: int = 0,
+    ) -> None:
+        super().__init__()
+        row = Shard(row_dim)
+        self.row_dim = row_dim
+        self.given_layouts = input_layouts, output_layouts, None
+        self.input_layouts = None if input_layouts is None else as_layout(
+            input_layouts, _WHOLE, row=row
+        )
+        self.output_layouts = None if output_layouts is None else as_layout(
+            output_layouts, _WHOLE, row=row
+        )
+        self.use_local_output = use_local_output
+        self.by_default = False
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        for owner in module.modules():
+            for name, _ in owner.named_parameters(recurse=False):
+                yield owner, name, _WHOLE
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        if is_embedding(module):
+            return EmbeddingRunner(
+                "Replicate",
+                module,
+                grid,
+                weight=_WHOLE,
+                row_dim=self.row_dim,
+                given_in=self.given_layouts[0],
+                given_out=self.given_layouts[1],
+                default_col=dt.Replicate(),
+                use_local_output=self.use_local_output is not False,
+                grad_layouts=None,
+            )
+        runner = WholeRunner(
+            "Replicate",
+            grid,
+            self.row_dim,
+            self.input_layouts,
+            self.output_layouts,
+            self.use_local_output,
+        )
+        runner.by_default = self.by_default
+        return runner
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
+            f"row_dim={self.row_dim})"
+        )
+
+
+class WholeRunner(Runner):
+    """Runs a module with whole parameters on a DTensor of its first argument."""
+
+    def installed(self, module: nn.Module) -> None:
+        for param in module.parameters():
+            if param.requires_grad and isinstance(param, DTensor):
+                param.register_post_accumulate_grad_hook(_settle_grad)
+
+    def __init__(
+        self,
+        style: str,
+        grid: Grid,
+        row_dim: int,
+        declared: Layout | None,
+        wanted: Layout | None,
+        use_local_output: bool | None,
+        *,
+        enforce_input: bool = False,
+    ) -> None:
+        self.style = style
+        self.grid = grid
+        self.row_dim = row_dim
+        self.declared, self.wanted = declared, wanted
+        self.use_local_output = use_local_output
+        self.enforce_input = enforce_input
+
+    def _guess(self, x: Tensor) -> Layout:
+        """The layout of a local input for which none was declared."""
+        known = self.grid.tokens.shape
+        row = Shard(self.row_dim)
+        if known is not None and x.ndim > 2 and len(known) == 2 and x.shape[1] < known[1]:
+            return row, Shard(1)
+        return row, dt.Replicate()
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        x, *rest = args
+        was_local = not isinstance(x, DTensor)
+        if was_local:
+            declared = self._guess(x) if self.declared is None else self.declared
+            x = to_dtensor(x, declared, self.grid)
+        elif x.device_mesh != self.grid.mesh:
+            layout = self.grid.layout(x, self.row_dim)
+            x = to_dtensor(x.to_local(), layout, self.grid)
+        if self.enforce_input and self.declared is not None:
+            placements = self.grid.placements(normalize(self.declared, x.ndim))
+            if tuple(x.placements) != tuple(placements):
+                x = x.redistribute(placements=placements)
+        layout = self.grid.layout(x, self.row_dim)
+        if _is_torch_norm(module) and Shard(x.ndim - 1) not in layout:
+            y = self._norm(module, x, layout)
+        else:
+            y = forward(x, *rest, **kwargs)
+        use_local = was_local if self.use_local_output is None else self.use_local_output
+        if not isinstance(y, DTensor):
+            return y
+        if self.wanted is not None:
+            y = y.redistribute(placements=self.grid.placements(normalize(self.wanted, y.ndim)))
+        return y.to_local() if use_local else y
+
+    def _norm(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
+        """torch's own norms on the local shard, without DTensor's dispatch."""
+        axes = [
+            axis
+            for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
+            if isinstance(placement, Shard) and axis.size > 1
+        ]
+        bias = module._parameters.get("bias")
+        weight, bias = _SumGrads.apply(axes, local_shard(module.weight), local_shard(bias))
+        local = x.to_local()
+        if isinstance(module, nn.LayerNorm):
+            y = F.layer_norm(local, module.normalized_shape, weight, bias, module.eps)
+        else:
+            y = F.rms_norm(local, module.normalized_shape, weight, module.eps)
+        return to_dtensor(y, layout, self.grid, tuple(x.shape))
+
+
+def _is_torch_norm(module: nn.Module) -> bool:
+    """Whether ``forward`` below the style's class is torch's own, over one last dim."""
+    own = super(type(module), module).forward.__func__
+    return own in (nn.LayerNorm.forward, nn.RMSNorm.forward) and len(module.normalized_shape) == 1
+
+
+class _SumGrads(torch.autograd.Function):
+    """Whole parameters used on different tokens: their gradients are summed, in one transfer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axes: Sequence[Axis], *params: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.axes = axes
+        return tuple(None if p is None else p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [grad for grad in grads if grad is not None]
+        if not present:
+            return None, *grads
+        total = torch.cat([grad.reshape(-1) for grad in present])
+        for axis in ctx.axes:
+            total = all_reduce(total, axis).wait()
+        pieces = iter(total.split([grad.numel() for grad in present]))
+        summed = [None if grad is None else next(pieces).view_as(grad) for grad in grads]
+        return None, *summed
+
+
+def _settle_grad(param: DTensor) -> None:
+    """Sum a gradient that DTensor left partial, once, instead of in each op that reads it."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+        local = grad.to_local()
+        grid = Grid(param.device_mesh)
+        for axis, placement in zip((grid.row, grid.col), grad.placements, strict=True):
+            if placement.is_partial():
+                local = all_reduce(local, axis).wait()
+        param.grad = DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False
+        )
+

@@ -1,0 +1,616 @@
+"""The parallel styles: which layouts a module takes and gives, and which op computes it.
+
+A style shards the module's parameters over the mesh and puts a class of its own in front of the
+module's, so that ``forward`` runs an op of :mod:`torch_tp2d.ops` on local shards. The module
+keeps its identity: ``isinstance``, parameter names and hooks are as before.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from . import layouts
+from .edges import enter, leave
+from .grid import Axes, Grid, describe_mesh
+from .layouts import TP_COL, Layout, MatmulRule, as_layout
+from .ops.embedding import embedding2d
+from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d
+from .ops.norm import norm2d
+from .recognise import describe_module, is_conv1d, is_embedding, is_linear, norm_of
+
+__all__ = ["Block2DParallel", "Colwise2D", "EmbeddingRunner", "GridStyle", "Norm2D", "Rowwise2D", "Runner"]
+
+LayoutLike = Placement | Sequence[Placement] | None
+
+
+class GridStyle(ParallelStyle):
+    """A style that is at home on a ``("tp_row", "tp_col")`` mesh.
+
+    ``check`` and ``param_layouts`` run before anything is changed or communicated, so that a plan
+    with a mistake in it fails whole, on every rank.
+    """
+
+    axes: Axes = TP_COL
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        """Refuse a module that this style cannot parallelize on this grid.
+
+        Raises:
+            TypeError: for a module of the wrong kind, or parameters that are not floating point.
+            ValueError: for parameters that are on a mesh already, and as the style says.
+        """
+        for name, param in module.named_parameters():
+            if not param.is_floating_point():
+                raise TypeError(
+                    f"{describe_module(module)}: {name} has dtype {param.dtype}, but a 2-D style "
+                    f"needs floating point parameters: leave the module out of the plan"
+                )
+            if isinstance(param, DTensor) and param.device_mesh != grid.mesh:
+                raise ValueError(
+                    f"{describe_module(module)}: {name} of shape {tuple(param.shape)} is a DTensor "
+                    f"on mesh {describe_mesh(param.device_mesh)} already, but the style is on "
+                    f"{describe_mesh(grid.mesh)}: apply the 2-D plan first, then fully_shard"
+                )
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        """The module, name and (row, col) layout of each parameter that this style places."""
+        return iter(())
+
+    @abstractmethod
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        """What the module's forward becomes; made before its parameters are placed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        grid = Grid(device_mesh, self.axes)
+        self.check(module, grid)
+        runner = self.runner(module, grid)
+        for owner, name, layout in list(self.param_layouts(module)):
+            place_parameter(owner, name, grid, layout, self.src_data_rank)
+        put_on_grid(module, runner)
+        return module
+
+
+def place_parameter(
+    module: nn.Module, name: str, grid: Grid, layout: Layout, src_data_rank: int | None
+) -> None:
+    """Make a parameter a DTensor on the mesh. Modules that shared it go on sharing it.
+
+    Raises:
+        ValueError: if a module that shares the parameter wants it in another layout.
+    """
+    param = getattr(module, name)
+    placements = tuple(grid.placements(layouts.normalize(layout, param.ndim)))
+    if isinstance(param, DTensor):
+        if tuple(param.placements) != placements:
+            raise ValueError(
+                f"{describe_module(module)}: {name} is placed {param.placements} on the mesh "
+                f"already, but this style wants {placements}: name the module in one plan entry"
+            )
+        return
+    placed: DTensor | None = getattr(param, "_tp2d_placed", None)
+    if placed is not None and placed.device_mesh == grid.mesh:
+        if tuple(placed.placements) != placements:
+            raise ValueError(tied_message(module, name, placements, placed.placements))
+    else:
+        placed = nn.Parameter(
+            distribute_tensor(param, grid.mesh, placements, src_data_rank=src_data_rank),
+            requires_grad=param.requires_grad,
+        )
+        # On the old parameter, which lives as long as another module still holds it.
+        param._tp2d_placed = placed
+    module.register_parameter(name, placed)
+
+
+def tied_message(
+    module: nn.Module, name: str, wanted: Sequence[Placement], other: Sequence[Placement]
+) -> str:
+    return (
+        f"{describe_module(module)}: its {name} is tied to another module's, which is placed "
+        f"{tuple(other)} on the mesh, but this style wants {tuple(wanted)}: give tied modules "
+        f"styles of one layout (an embedding Rowwise2D and its head Colwise2D), or untie them"
+    )
+
+
+class Runner:
+    """What a styled module does in forward. Immutable, and shared by copies of the module."""
+
+    style: str
+    by_default = False
+    """Whether no plan entry asked for it, so that a later one may replace it."""
+
+    def __deepcopy__(self, memo: Any) -> Runner:
+        return self
+
+    def installed(self, module: nn.Module) -> None:
+        """The module runs on the grid from now on, with its parameters placed."""
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the grid; ``forward`` is the module's own."""
+        raise NotImplementedError
+
+
+class _OnGrid:
+    """Put in front of a module's class by a style."""
+
+    _tp2d: Runner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
+
+
+_classes: dict[tuple[str, type], type] = {}
+
+
+def put_on_grid(module: nn.Module, runner: Runner) -> None:
+    """Make the module's forward the runner's."""
+    kind = next(base for base in type(module).__mro__ if not base.__dict__.get("_tp2d_front"))
+    if (runner.style, kind) not in _classes:
+        name = f"{runner.style}{kind.__name__}"
+        _classes[runner.style, kind] = type(name, (_OnGrid, kind), {"_tp2d_front": True})
+    module._tp2d = runner
+    module.__class__ = _classes[runner.style, kind]
+    runner.installed(module)
+
+
+def local_shard(param: Tensor | None) -> Tensor | None:
+    """A parameter's shard; its gradient comes back as a DTensor placed like the parameter."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+class _MatmulStyle(GridStyle):
+    """What Colwise2D, Rowwise2D and Block2DParallel share."""
+
+    rule: MatmulRule
+    embeddings = True
+
+    def __init__(
+        self,
+        *,
+        input_layouts: LayoutLike = None,
+        output_layouts: LayoutLike = None,
+        use_local_output: bool = True,
+        row_dim: int = 0,
+        dataflow: str = "auto",
+        algorithm: str = "auto",
+        reshard_after_forward: bool = True,
+        grad_layouts: LayoutLike = None,
+    ) -> None:
+        super().__init__()
+        if row_dim not in (0, 1):
+            raise ValueError(f"row_dim is the token dim that tp_row splits, 0 or 1, not {row_dim}")
+        if dataflow not in ("auto", self.rule.dataflow):
+            raise ValueError(
+                f'{type(self).__name__} has dataflow "{self.rule.dataflow}" (or "auto"), not '
+                f"{dataflow!r}"
+            )
+        if algorithm != "auto" and algorithm not in ALGORITHMS:
+            raise ValueError(f'algorithm is "auto" or one of {list(ALGORITHMS)}, not {algorithm!r}')
+        self.row_dim = row_dim
+        self.dataflow = dataflow
+        self.algorithm = algorithm
+        self.use_local_output = use_local_output
+        self.reshard_after_forward = reshard_after_forward
+        self.given_layouts = input_layouts, output_layouts, grad_layouts
+        row = Shard(row_dim)
+        self.input_layouts = as_layout(input_layouts, (row, self.rule.input_col), row=row)
+        self.output_layouts = as_layout(output_layouts, (row, self.rule.output_col), row=row)
+        self.grad_layouts = None if grad_layouts is None else as_layout(grad_layouts, (), row=row)
+        for layout in (self.input_layouts, self.output_layouts):
+            if any(not isinstance(p, Shard | Replicate) for p in layout):
+                raise ValueError(
+                    f"{type(self).__name__}: layouts are made of Shard and Replicate, not {layout}"
+                )
+
+    shards_over_row = True
+    """Whether tp_row holds 1/R of the weight; lifted stock styles replicate it there."""
+
+    def _weight_layout(self, module: nn.Module) -> Layout:
+        on_row, on_col = self.rule.weight_dims
+        if is_embedding(module):
+            # The tied head is this weight transposed in role: [vocab, hidden] = [out, in].
+            on_row, on_col = on_col, on_row
+        if is_conv1d(module):
+            on_row, on_col = 1 - on_row, 1 - on_col
+        return (Shard(on_row) if self.shards_over_row else Replicate()), Shard(on_col)
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        yield module, "weight", self._weight_layout(module)
+        if getattr(module, "bias", None) is not None:
+            yield module, "bias", (Replicate(), Shard(0))
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        style = type(self).__name__
+        if is_embedding(module):
+            if not self.embeddings:
+                raise TypeError(
+                    f"{style} is for nn.Linear and Conv1D, not {describe_module(module)}: use "
+                    f"Rowwise2D or Colwise2D"
+                )
+            for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+                if getattr(module, option):
+                    raise ValueError(
+                        f"{describe_module(module)}: {option} is not supported on a sharded "
+                        f"embedding: make it without"
+                    )
+            if self.algorithm not in ("auto", "collective"):
+                raise ValueError(
+                    f"{describe_module(module)}: an embedding multiplies nothing, so algorithm "
+                    f"{self.algorithm!r} means nothing for it: leave it out"
+                )
+        elif not (is_linear(module) or is_conv1d(module)):
+            raise TypeError(
+                f"{style} is for nn.Linear, {'nn.Embedding ' if self.embeddings else ''}and "
+                f"Conv1D with their own forward, not {describe_module(module)}: name the Linear "
+                f"modules inside it, or use Norm2D for a norm and Replicate for anything else"
+            )
+        super().check(module, grid)
+        algorithm = ALGORITHMS[self.algorithm] if self.algorithm != "auto" else None
+        if algorithm is not None and algorithm.SQUARE and grid.row.size != grid.col.size:
+            raise ValueError(
+                f"{describe_module(module)}: algorithm {self.algorithm!r} needs a square grid, "
+                f'but the mesh is {describe_mesh(grid.mesh)}: use "summa" or "collective", which '
+                f"take any grid"
+            )
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        if not is_embedding(module):
+            return _LinearRunner(self, module, grid)
+        given_in, given_out, _ = self.given_layouts
+        return EmbeddingRunner(
+            self.rule.style,
+            module,
+            grid,
+            weight=self._weight_layout(module),
+            row_dim=self.row_dim,
+            given_in=given_in,
+            given_out=given_out,
+            default_col=self.output_layouts[1],
+            use_local_output=self.use_local_output,
+            grad_layouts=self.grad_layouts,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
+            f"row_dim={self.row_dim}, dataflow={self.dataflow!r}, algorithm={self.algorithm!r})"
+        )
+
+
+class _LinearRunner(Runner):
+    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid) -> None:
+        self.style = style.rule.style
+        transposed = is_conv1d(module)
+        out_features, in_features = reversed(module.weight.shape) if transposed else (
+            module.weight.shape
+        )
+        gathers = style.rule.gathers_input
+        algorithm = ALGORITHMS["collective" if style.algorithm == "auto" else style.algorithm]
+        p, q = (in_features, out_features) if gathers else (out_features, in_features)
+        self.grid = grid
+        self.row_dim = style.row_dim
+        self.in_features, self.out_features = in_features, out_features
+        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
+        self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
+        self.op = LinearOp(
+            algorithm=algorithm,
+            cut=Cut(grid.row, grid.col, p, q, replicated=not style.shards_over_row),
+            gathers_input=gathers,
+            transposed=transposed,
+            keep_weight=not style.reshard_after_forward,
+        )
+        row = Shard(style.row_dim)
+        whole = algorithm.WHOLE
+        self.operand: Layout = row, Replicate() if gathers and whole else Shard(-1)
+        self.result: Layout = row, Partial() if whole and not gathers else Shard(-1)
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
+        y = linear2d(x, local_shard(module.weight), local_shard(module.bias), self.op)
+        return leave(
+            y,
+            self.result,
+            self.wanted_out,
+            self.grid,
+            self.out_features,
+            use_local_output=self.use_local_output,
+            grad_layouts=self.grad_layouts,
+        )
+
+
+class EmbeddingRunner(Runner):
+    """Looks up this rank's part of the vocabulary and brings the result into its layout."""
+
+    def __init__(
+        self,
+        style: str,
+        module: Any,
+        grid: Grid,
+        *,
+        weight: Layout,
+        row_dim: int,
+        given_in: LayoutLike,
+        given_out: LayoutLike,
+        default_col: Placement,
+        use_local_output: bool,
+        grad_layouts: Layout | None,
+    ) -> None:
+        self.style = style
+        self.grid = grid
+        self.row_dim = row_dim
+        vocab, self.hidden = module.weight.shape
+        # Ids are whole everywhere unless a pair says otherwise.
+        self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
+        self.given_out = given_out
+        self.default_col = default_col
+        self.use_local_output, self.grad_layouts = use_local_output, grad_layouts
+        # A dim of the weight that is split leaves the vocabulary partial, or the hidden dim cut.
+        on_row, on_col = (
+            Replicate() if isinstance(p, Replicate) else Partial() if p.dim == 0 else Shard(-1)
+            for p in weight
+        )
+        self.result: Layout = on_row, on_col
+        self.vocab_start = 0
+        for axis, placement in zip((grid.row, grid.col), weight, strict=True):
+            if isinstance(placement, Shard) and placement.dim == 0:
+                self.vocab_start = sum(axis.split(vocab)[: axis.index])
+
+    def _output_layout(self, ids: Tensor) -> Layout:
+        """Ids of one dim are positions, ``[sequence]``: they have no batch for tp_row to split."""
+        row: Placement = Shard(self.row_dim)
+        if ids.ndim == 1:
+            row = Replicate() if self.row_dim == 0 else Shard(0)
+        return as_layout(self.given_out, (row, self.default_col), row=row)
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        whole: Layout = Replicate(), Replicate()
+        ids = enter(x, self.declared, whole, self.grid, self.row_dim, None)
+        wanted = self._output_layout(ids)
+        if ids.ndim == 2 and isinstance(wanted[0], Shard):
+            self.grid.tokens.shape = tuple(ids.shape)
+        y = embedding2d(ids, local_shard(module.weight), self.vocab_start, module.padding_idx)
+        grads = self.grad_layouts
+        if grads is None and isinstance(wanted[0], Replicate):
+            # Every row adds these to tokens of its own, so each has a share of the gradient.
+            grads = Partial(), wanted[1]
+        return leave(
+            y,
+            self.result,
+            wanted,
+            self.grid,
+            self.hidden,
+            use_local_output=self.use_local_output,
+            grad_layouts=grads,
+            extents=tuple(ids.shape),
+        )
+
+
+class Colwise2D(_MatmulStyle):
+    """Shard the outputs of a Linear over ``tp_col`` and its inputs over ``tp_row``.
+
+    The 2-D namesake of :class:`torch.distributed.tensor.parallel.ColwiseParallel`: rename it and
+    the plan goes on working. For ``X[B, S, K]`` and ``W[N, K]`` on an R x C grid:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input (wanted)   ``(Shard(0), Replicate())``     ``[B/R, S, K]``
+    weight           ``(Shard(1), Shard(0))``        ``[N/C, K/R]``
+    bias             ``(Replicate(), Shard(0))``     ``[N/C]``
+    output           ``(Shard(0), Shard(-1))``       ``[B/R, S, N/C]``
+    ===============  ==============================  ==============================
+
+    Forward gathers the input along ``tp_col``, where it is not whole, and the weight along
+    ``tp_row``. On an ``nn.Embedding`` ``W[V, H]`` the hidden dim lies over ``tp_col``, the
+    vocabulary over ``tp_row``, and the ids are whole on every rank.
+
+    Keyword Args:
+        input_layouts: layout of a local input tensor, by default ``Replicate()``: a single
+            Placement is the one on ``tp_col``, ``tp_row`` stays ``Shard(row_dim)``; a pair is
+            ``(tp_row, tp_col)``. A DTensor knows its own. Ids: ``Replicate()`` on both axes.
+        output_layouts: layout of the output, by default ``Shard(-1)``, read likewise. An
+            embedding of one-dim ids (positions) has no batch, so its output is replicated along
+            ``tp_row``.
+        use_local_output: hand on a local tensor (default) or a DTensor of the global shape.
+        row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
+        dataflow: ``"auto"``.
+        algorithm: ``"auto"``, ``"collective"``, ``"summa"``, ``"bmr"`` or ``"cannon"``; the last
+            two need a square grid.
+        reshard_after_forward: free the gathered weight after forward and gather it again in
+            backward (default, as in FSDP2), or keep it: 1/C of the weight more memory, a third
+            less weight traffic. The algorithms other than ``"collective"`` gather no weight.
+        grad_layouts: layout of the gradient that comes back for a local output, where that is
+            not the output's own. The default is right for a head that is whole everywhere
+            (every rank computes the same loss: Replicate) and for positions (replicated along
+            ``tp_row``, added to other tokens in each row: Partial there).
+
+    Raises:
+        TypeError: when applied to another kind of module, or to integer weights.
+        ValueError: for an unknown option, a mesh that is not ``("tp_row", "tp_col")``, a square
+            algorithm on an oblong grid, or parameters that are on another mesh already.
+
+    Source: TP2D (doi 10.11992/tis.202411023), section 2; our count of what moves is
+    ``(C-1)/C * M/R * K + (R-1)/R * K*N/C`` elements received per device in forward.
+
+    Example::
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp_row", "tp_col"))
+        >>> plan = {"w1": Colwise2D(), "w2": Rowwise2D()}
+        >>> parallelize_module(mlp, mesh, plan)
+        >>> mlp(x_of_this_row)     # [B/2, S, H] -> [B/2, S, H]
+    """
+
+    rule = layouts.COLWISE
+
+
+class Rowwise2D(_MatmulStyle):
+    """Shard the inputs of a Linear over ``tp_col`` and its outputs over ``tp_row``.
+
+    The 2-D namesake of :class:`torch.distributed.tensor.parallel.RowwiseParallel`. For
+    ``X[B, S, K]`` and ``W[N, K]`` on an R x C grid:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input (wanted)   ``(Shard(0), Shard(-1))``       ``[B/R, S, K/C]``
+    weight           ``(Shard(0), Shard(1))``        ``[N/R, K/C]``
+    bias             ``(Replicate(), Shard(0))``     ``[N/C]``
+    output           ``(Shard(0), Replicate())``     ``[B/R, S, N]``
+    ===============  ==============================  ==============================
+
+    Forward gathers the weight along ``tp_row`` and reduces the output along ``tp_col``:
+    ``output_layouts=Shard(1)`` scatters it over the sequence (the residual stream of sequence
+    parallelism), ``Shard(-1)`` over the hidden dim. On an ``nn.Embedding`` ``W[V, H]`` the
+    vocabulary lies over ``tp_col`` and the hidden dim over ``tp_row``, the layout of a tied
+    :class:`Colwise2D` head; the ids are whole on every rank.
+
+    The keyword arguments and errors are :class:`Colwise2D`'s; ``input_layouts`` is ``Shard(-1)``
+    and ``output_layouts`` ``Replicate()`` by default.
+
+    Source: TP2D (doi 10.11992/tis.202411023), section 2; received per device in forward:
+    ``(R-1)/R * K*N/C + (C-1)/C * M/R * N`` elements.
+
+    Example::
+
+        >>> plan = {"tok_embeddings": Rowwise2D(output_layouts=Shard(1)),
+        ...         "layers.*.feed_forward.w2": Rowwise2D(output_layouts=Shard(1))}
+        >>> parallelize_module(model, mesh["tp_row", "tp_col"], plan)
+    """
+
+    rule = layouts.ROWWISE
+
+
+class Block2DParallel(_MatmulStyle):
+    """Keep both the input and the output of a Linear in blocks: the feature layout.
+
+    For stacks in which the hidden dim itself stays split over ``tp_col`` (with :class:`Norm2D`
+    between), as in the paper's Algorithm 1. For ``X[B, S, K]`` and ``W[N, K]``:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input (wanted)   ``(Shard(0), Shard(-1))``       ``[B/R, S, K/C]``
+    weight           ``(Shard(1), Shard(0))``        ``[N/C, K/R]``
+    bias             ``(Replicate(), Shard(0))``     ``[N/C]``
+    output           ``(Shard(0), Shard(-1))``       ``[B/R, S, N/C]``
+    ===============  ==============================  ==============================
+
+    The keyword arguments and errors are :class:`Colwise2D`'s; it does not take an embedding.
+
+    Source: TP2D (doi 10.11992/tis.202411023), Algorithm 1 with ``algorithm="bmr"``.
+
+    Example::
+
+        >>> plan = {"fc1": Block2DParallel(algorithm="bmr"), "fc2": Block2DParallel()}
+        >>> parallelize_module(mlp, mesh["tp_row", "tp_col"], plan)
+    """
+
+    rule = layouts.BLOCK
+    embeddings = False
+
+
+class Norm2D(GridStyle):
+    """A LayerNorm or RMSNorm over a hidden dim that is split along ``tp_col``.
+
+    Takes ``nn.LayerNorm``, ``nn.RMSNorm`` and any module that computes one of the two over the
+    last dim (its forward is tried on a few numbers when the style is applied).
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input, output    ``(Shard(0), Shard(-1))``       ``[B/R, S, H/C]``
+    weight, bias     ``(Replicate(), Shard(0))``     ``[H/C]``
+    ===============  ==============================  ==============================
+
+    Only the statistics cross the wire, along ``tp_col``, in fp32 at least.
+
+    Keyword Args:
+        input_layouts, output_layouts: as in :class:`Colwise2D`; ``Shard(-1)`` by default.
+        use_local_output: hand on a local tensor (default) or a DTensor.
+        row_dim: the token dim that ``tp_row`` splits.
+
+    Raises:
+        TypeError: if the module computes something else.
+
+    Example::
+
+        >>> plan = {"ln": Norm2D(), "fc1": Block2DParallel(), "fc2": Block2DParallel()}
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: LayoutLike = None,
+        output_layouts: LayoutLike = None,
+        use_local_output: bool = True,
+        row_dim: int = 0,
+    ) -> None:
+        super().__init__()
+        default = layouts.feature_layout(row_dim)
+        self.row_dim = row_dim
+        self.input_layouts = as_layout(input_layouts, default, row=default[0])
+        self.output_layouts = as_layout(output_layouts, default, row=default[0])
+        self.use_local_output = use_local_output
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        norm_of(module)
+        super().check(module, grid)
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        for name, _ in module.named_parameters(recurse=False):
+            yield module, name, (Replicate(), Shard(0))
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _NormRunner(self, module, grid)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
+            f"row_dim={self.row_dim})"
+        )
+
+
+class _NormRunner(Runner):
+    def __init__(self, style: Norm2D, module: nn.Module, grid: Grid) -> None:
+        self.style = "Norm2D"
+        self.norm = norm_of(module)
+        self.grid = grid
+        self.row_dim = style.row_dim
+        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
+        self.use_local_output = style.use_local_output
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        blocks = layouts.feature_layout(self.row_dim)
+        hidden = self.norm.hidden
+        x = enter(x, self.declared, blocks, self.grid, self.row_dim, hidden)
+        weight = local_shard(getattr(module, "weight", None))
+        if weight is not None and self.norm.weight_offset:
+            weight = weight + self.norm.weight_offset
+        y = norm2d(
+            x,
+            weight,
+            local_shard(getattr(module, "bias", None)),
+            hidden=hidden,
+            eps=torch.finfo(x.dtype).eps if self.norm.eps is None else self.norm.eps,
+            centered=self.norm.centered,
+            row=self.grid.row,
+            col=self.grid.col,
+        )
+        return leave(
+            y,
+            blocks,
+            self.wanted_out,
+            self.grid,
+            hidden,
+            use_local_output=self.use_local_output,
+        )
