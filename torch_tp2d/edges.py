@@ -53,6 +53,8 @@ def enter(
             x = x.to_local(grad_placements=grid.placements(grads))
         else:
             x = x.to_local()
+    else:
+        x = grid.without_stand_in(x, declared)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     twin = getattr(given, "_tp2d_partial", None)
     if twin is not None and declared == wanted == twin[0]:
@@ -106,7 +108,7 @@ def gather_for_module(
     declared = normalize(declared, x.ndim)
     wanted = declared[0], Replicate()
     if grid.col.size == 1 or not isinstance(declared[1], Shard):
-        return grid.redistribute(x, declared, wanted, shape=shape)
+        return grid.with_stand_in(grid.redistribute(x, declared, wanted, shape=shape), wanted)
     dim = declared[1].dim
     extent = grid.extent(x, dim, declared) if shape is None else shape[dim]
     if isinstance(declared[0], Shard) and declared[0].dim == dim:
@@ -114,8 +116,8 @@ def gather_for_module(
     sizes = grid.col.split(extent)
     whole = all_gather(x.detach(), dim, sizes, grid.col).wait().contiguous()
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return whole
-    result = _Attach.apply(x, whole, grid.col, dim, sizes, False)
+        return grid.with_stand_in(whole, wanted)
+    result = grid.with_stand_in(_Attach.apply(x, whole, grid.col, dim, sizes, False), wanted)
     twin = _Attach.apply(x, whole, grid.col, dim, sizes, True)
     result._tp2d_partial = (wanted, twin)
     return result
@@ -153,7 +155,7 @@ def leave(
         y, have, wanted, features=features, partial_grad=(shares[0], shares[1])
     )
     if use_local_output:
-        return y
+        return grid.with_stand_in(y, wanted)
     if extents is not None:
         return to_dtensor(y, wanted, grid, (*extents, features))
     return to_dtensor(y, wanted, grid, None, features)
@@ -169,6 +171,7 @@ def to_dtensor(
     """A local shard as a DTensor on the mesh, of ``shape`` or of the sizes under way."""
     layout = normalize(layout, x.ndim)
     if shape is None:
+        x = grid.without_stand_in(x, layout)
         last = {x.ndim - 1: features} if features is not None else {}
         shape = [grid.extent(x, dim, layout, last.get(dim)) for dim in range(x.ndim)]
     shape = torch.Size(shape)

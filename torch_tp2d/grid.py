@@ -177,6 +177,33 @@ class Grid:
             )
         return self._exchange(x, dim, cuts)
 
+    def _empty_here(self, ndim: int, layout: Layout) -> int | None:
+        """The dim that ``tp_row`` splits, where this row gets none of the tokens under way."""
+        known, row = self.tokens.shape, normalize(layout, ndim)[0]
+        if known is None or ndim != len(known) + 1 or not isinstance(row, Shard):
+            return None
+        if row.dim >= len(known) or self._shard(known[row.dim], [self.row]) or not known[row.dim]:
+            return None
+        return row.dim
+
+    def without_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
+        """Drop the token that stands in for none, see :meth:`with_stand_in`."""
+        dim = self._empty_here(x.ndim, layout)
+        return x if dim is None else x.narrow(dim, 0, 0)
+
+    def with_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
+        """Give a row without tokens one of zeros, for the user's code between two styles.
+
+        A batch of 3 leaves the last of 4 rows without any, and code as ordinary as
+        ``x.reshape(batch, sequence, -1)`` raises on empty tensors. Its gradient is dropped.
+        """
+        dim = self._empty_here(x.ndim, layout)
+        if dim is None or x.shape[dim]:
+            return x
+        shape = list(x.shape)
+        shape[dim] = 1
+        return torch.cat([x, x.new_zeros(shape)], dim)
+
     def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:
         for axis in cuts:
             extent = axis.split(extent)[axis.index]

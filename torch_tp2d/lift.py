@@ -58,6 +58,7 @@ class _LiftedSequence(GridStyle):
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         return WholeRunner(
             "SequenceParallel",
+            module,
             grid,
             self.row_dim,
             self.layout,
@@ -128,6 +129,14 @@ class _Hook:
         if not self.use_local:
             if not isinstance(value, DTensor):
                 value = to_dtensor(value, have_layout, self.grid)
+            if value.shape[self.row_dim] < self.grid.row.size:
+                raise ValueError(
+                    f"a DTensor of shape {tuple(value.shape)} has fewer than "
+                    f"{self.grid.row.size} elements in dim {self.row_dim} for "
+                    f"{self.grid.row.name}={self.grid.row.size}, which DTensor's own operations "
+                    f"do not keep apart: use a larger batch or fewer rows, or let the module work "
+                    f"on local tensors (use_local_output=True)"
+                )
             placements = self.grid.placements(want_layout)
             return value if tuple(value.placements) == tuple(placements) else value.redistribute(
                 placements=placements
@@ -135,9 +144,12 @@ class _Hook:
         shape = None
         if isinstance(value, DTensor):
             shape, value = tuple(value.shape), value.to_local()
+        else:
+            value = self.grid.without_stand_in(value, have_layout)
         if isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard):
             return gather_for_module(value, have_layout, self.grid, shape)
-        return self.grid.redistribute(value, have_layout, want_layout, shape=shape)
+        moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
+        return self.grid.with_stand_in(moved, want_layout)
 
 
 def _pairs(layouts: Any, wanted: Any) -> Iterator[tuple[Placement | None, Placement | None]]:

@@ -90,6 +90,7 @@ class Replicate(GridStyle):
             )
         runner = WholeRunner(
             "Replicate",
+            module,
             grid,
             self.row_dim,
             self.input_layouts,
@@ -118,6 +119,7 @@ class WholeRunner(Runner):
     def __init__(
         self,
         style: str,
+        module: nn.Module,
         grid: Grid,
         row_dim: int,
         declared: Layout | None,
@@ -127,6 +129,7 @@ class WholeRunner(Runner):
         enforce_input: bool = False,
     ) -> None:
         self.style = style
+        self.is_torch_norm = _is_torch_norm(module)
         self.grid = grid
         self.row_dim = row_dim
         self.declared, self.wanted = declared, wanted
@@ -155,16 +158,24 @@ class WholeRunner(Runner):
             if tuple(x.placements) != tuple(placements):
                 x = x.redistribute(placements=placements)
         layout = self.grid.layout(x, self.row_dim)
-        if _is_torch_norm(module) and Shard(x.ndim - 1) not in layout:
+        if self.is_torch_norm and Shard(x.ndim - 1) not in layout:
             y = self._norm(module, x, layout)
         else:
             y = forward(x, *rest, **kwargs)
         use_local = was_local if self.use_local_output is None else self.use_local_output
         if not isinstance(y, DTensor):
             return y
-        if self.wanted is not None:
-            y = y.redistribute(placements=self.grid.placements(normalize(self.wanted, y.ndim)))
-        return y.to_local() if use_local else y
+        wanted = self.wanted
+        if wanted is None and y.shape == x.shape:
+            # DTensor replicates where a dim is too short for the mesh.
+            wanted = layout
+        if wanted is not None:
+            placements = tuple(self.grid.placements(normalize(wanted, y.ndim)))
+            if tuple(y.placements) != placements:
+                y = y.redistribute(placements=placements)
+        if not use_local:
+            return y
+        return self.grid.with_stand_in(y.to_local(), self.grid.layout(y, self.row_dim))
 
     def _norm(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
         """torch's own norms on the local shard, without DTensor's dispatch."""
@@ -184,9 +195,9 @@ class WholeRunner(Runner):
 
 
 def _is_torch_norm(module: nn.Module) -> bool:
-    """Whether ``forward`` below the style's class is torch's own, over one last dim."""
-    own = super(type(module), module).forward.__func__
-    return own in (nn.LayerNorm.forward, nn.RMSNorm.forward) and len(module.normalized_shape) == 1
+    """torch's own LayerNorm or RMSNorm, over one last dim."""
+    own = getattr(type(module), "forward", None) in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+    return own and len(module.normalized_shape) == 1
 
 
 class _SumGrads(torch.autograd.Function):
