@@ -102,10 +102,11 @@ def run(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     answers[rank] = (False, "the process died")
-    for rank in range(world_size):
-        good, value = answers.get(rank, (True, None))
-        if not good:
-            raise RankFailed(f"rank {rank} of {world_size}:\n{value}")
+    failures = [(rank, value) for rank, (good, value) in answers.items() if not good]
+    if failures:
+        # One that lost its peer is a consequence; the cause is with the peer.
+        rank, value = min(failures, key=lambda failure: "closed by peer" in failure[1])
+        raise RankFailed(f"rank {rank} of {world_size}:\n{value}")
     if len(answers) < world_size:
         silent = [rank for rank in range(world_size) if rank not in answers]
         raise RankFailed(f"ranks {silent} of {world_size} did not answer in {TIMEOUT} s")

@@ -63,7 +63,7 @@ class _Linear2D(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: LinearOp) -> Tensor:
         algorithm, cut = op.algorithm, op.cut
         moving = algorithm.prefetch(op.as_b(weight), cut)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.flatten(0, -2)
         b = moving.wait()
         if op.gathers_input:
             y = algorithm.ab(rows, b, cut)
@@ -84,8 +84,8 @@ class _Linear2D(torch.autograd.Function):
         algorithm, cut = op.algorithm, op.cut
         x, saved = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        rows = x.reshape(-1, x.shape[-1])
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        rows = x.flatten(0, -2)
+        grad = grads[0].flatten(0, -2)
 
         # The weight travels while its gradient is computed, and its gradient while the input's is.
         moving = None

@@ -1,0 +1,181 @@
+"""The collectives: each against what one process computes, and each gradient against autograd."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+import world
+from models import grid_mesh
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from torch_tp2d import comm
+from torch_tp2d.grid import Grid
+
+GRIDS = [(1, 3), (2, 2), (3, 2)]
+
+
+def _whole(rows: int = 7, columns: int = 5, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+
+def _mine(whole: Tensor, dim: int, axis: comm.Axis) -> Tensor:
+    return whole.split(axis.split(whole.shape[dim]), dim)[axis.index]
+
+
+def _raw(rows: int, columns: int) -> None:
+    grid = Grid(grid_mesh(rows, columns))
+    for axis, dim, size in product((grid.row, grid.col), (0, 1), (7, 6, 2, 1)):
+        whole = _whole(size, 5) if dim == 0 else _whole(5, size)
+        sizes = axis.split(size)
+        shard = _mine(whole, dim, axis)
+        assert torch.equal(comm.all_gather(shard, dim, sizes, axis).wait(), whole)
+
+        parts = [_whole(*whole.shape, seed=rank) for rank in range(axis.size)]
+        total = functools.reduce(torch.add, parts)
+        part = parts[axis.index]
+        torch.testing.assert_close(
+            comm.reduce_scatter(part, dim, sizes, axis).wait(), _mine(total, dim, axis)
+        )
+        torch.testing.assert_close(comm.all_reduce(part, axis).wait(), total)
+        other = 1 - dim
+        moved = comm.all_to_all(
+            shard, other, axis.split(5), dim, sizes, axis
+        ).wait()
+        assert torch.equal(moved, _mine(whole, other, axis))
+
+        last = axis.size - 1
+        block = comm.broadcast(part, part.shape, last, axis, like=part).wait()
+        assert torch.equal(block, parts[last])
+        summed = comm.reduce(part, last, axis).wait()
+        if axis.index == last:
+            torch.testing.assert_close(summed, total)
+        else:
+            assert summed.numel() == 0
+        for steps in (-1, 0, 1, 2):
+            there = (axis.index + steps) % axis.size
+            shape = list(whole.shape)
+            shape[dim] = sizes[there]
+            rolled = comm.shift(shard, steps, shape, axis).wait()
+            assert torch.equal(rolled, whole.split(sizes, dim)[there])
+
+
+@pytest.mark.parametrize("rows,columns", GRIDS)
+def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int) -> None:
+    world.run(rows * columns, _raw, rows, columns)
+
+
+def _exact_reduce_scatter() -> list[float]:
+    """torch's own gloo reduce-scatter, under the flag that turns the exchange off."""
+    grid = Grid(grid_mesh(2, 2))
+    plain = comm.Axis("plain", grid.col.parts, grid.col.index, grid.col.group, exchanges=False)
+    worst = 0.0
+    for size in (6, 7, 1):
+        part = _whole(size, 3, seed=dist.get_rank())
+        ours = comm.reduce_scatter(part, 0, grid.col.split(size), grid.col).wait()
+        theirs = comm.reduce_scatter(part, 0, plain.split(size), plain).wait()
+        torch.testing.assert_close(ours, theirs)
+    return worst
+
+
+def test_exchange_and_reduce_scatter_agree() -> None:
+    world.run(4, _exact_reduce_scatter)
+
+
+def _move_gradients(rows: int, columns: int) -> None:
+    """d(sum of f(result))/d(source), against the same function of the whole tensor."""
+    grid = Grid(grid_mesh(rows, columns))
+    pairs = [
+        (Shard(0), Replicate(), False),
+        (Shard(0), Replicate(), True),
+        (Replicate(), Shard(1), False),
+        (Shard(0), Shard(1), False),
+        (Partial(), Shard(0), False),
+        (Partial(), Replicate(), False),
+        (Partial(), Replicate(), True),
+        (Replicate(), Replicate(), True),
+    ]
+    for axis, (src, dst, share) in product((grid.row, grid.col), pairs):
+        whole, weights = _whole(7, 5), _whole(7, 5, seed=9)
+        sizes = {0: axis.split(7), 1: axis.split(5)}
+        if isinstance(src, Shard):
+            x = _mine(whole, src.dim, axis).clone()
+        elif isinstance(src, Partial):
+            x = whole * (axis.index + 1) / sum(range(1, axis.size + 1))
+        else:
+            x = whole.clone()
+        x.requires_grad_()
+        y = comm.move(x, axis, src, dst, sizes, partial_grad=share)
+        wanted = _mine(whole, dst.dim, axis) if isinstance(dst, Shard) else whole
+        torch.testing.assert_close(y, wanted)
+        # The loss is sum(weights * y^2) over the whole tensor. With `share`, a rank computes a
+        # part of it on its copy.
+        grad = 2 * weights * whole
+        grad = _mine(grad, dst.dim, axis) if isinstance(dst, Shard) else grad
+        part = (axis.index + 1) / sum(range(1, axis.size + 1))
+        y.backward(grad * part if share and axis.size > 1 else grad)
+        wanted_grad = 2 * weights * whole
+        if isinstance(src, Shard):
+            wanted_grad = _mine(wanted_grad, src.dim, axis)
+        torch.testing.assert_close(x.grad, wanted_grad)
+
+
+@pytest.mark.parametrize("rows,columns", GRIDS)
+def test_move_and_its_gradient(rows: int, columns: int) -> None:
+    world.run(rows * columns, _move_gradients, rows, columns)
+
+
+def _point_to_point(rows: int, columns: int) -> None:
+    grid = Grid(grid_mesh(rows, columns))
+    for axis in (grid.row, grid.col):
+        n, me = axis.size, axis.index
+        for root in range(n):
+            x = torch.full((3,), float(me + 1), dtype=torch.float64, requires_grad=True)
+            comm.broadcast_grad(x, root, axis).mul(me + 1).sum().backward()
+            total = float(sum(range(1, n + 1)))
+            assert x.grad.tolist() == [total if me == root else 0.0] * 3
+
+            x = torch.full((3,), float(me + 1), dtype=torch.float64, requires_grad=True)
+            y = comm.reduce_grad(x, root, axis)
+            assert y.tolist() == [total if me == root else 0.0] * 3
+            y.mul(me + 1).sum().backward()
+            assert x.grad.tolist() == [float(root + 1)] * 3
+        x = torch.full((me + 1,), float(me), dtype=torch.float64, requires_grad=True)
+        after, before = (me + 1) % n, (me - 1) % n
+        y = comm.shift_grad(x, 1, (after + 1,), axis)
+        assert y.tolist() == [float(after)] * (after + 1)
+        y.mul(me + 1).sum().backward()
+        assert x.grad.tolist() == [float(before + 1)] * (me + 1)
+
+
+@pytest.mark.parametrize("rows,columns", GRIDS)
+def test_broadcast_reduce_and_shift_have_the_right_gradients(rows: int, columns: int) -> None:
+    """In subgroups too, where torch's own broadcast zeroes the source's (pytorch#130515)."""
+    world.run(rows * columns, _point_to_point, rows, columns)
+
+
+def _compiled() -> None:
+    grid = Grid(grid_mesh(2, 2))
+    sizes = {0: grid.col.split(7)}
+
+    def there_and_back(x: Tensor) -> Tensor:
+        whole = comm.move(x * 2, grid.col, Shard(0), Replicate(), sizes, partial_grad=True)
+        return comm.move(whole * whole, grid.col, Partial(), Shard(0), sizes)
+
+    x = _mine(_whole(), 0, grid.col).clone().requires_grad_()
+    plain = there_and_back(x)
+    plain.sum().backward()
+    grad, x.grad = x.grad, None
+    traced = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)(x)
+    traced.sum().backward()
+    torch.testing.assert_close(traced, plain)
+    torch.testing.assert_close(x.grad, grad)
+
+
+def test_collectives_trace_into_one_graph() -> None:
+    world.run(4, _compiled)
