@@ -1,6 +1,15 @@
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
+
+# The fork server, which is a process of its own, imports the tests' helpers too.
+_here = os.path.dirname(__file__)
+_paths = [_here, os.path.dirname(_here), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _paths if path)
+sys.path[:0] = [_here]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

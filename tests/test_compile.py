@@ -1,0 +1,45 @@
+"""``torch.compile(fullgraph=True)`` of a block: one graph, the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import world
+from models import grid_mesh, parallelize, plan_2d, plan_mixed, train_beside, transformer
+
+TOLERANCE = 1e-11
+
+
+def _compiled(backend: str, plan: dict[str, Any], sizes: tuple[int, int, int]) -> float:
+    size, sequence, vocab = sizes
+    reference = transformer(vocab)
+    model = copy.deepcopy(reference)
+    parallelize(model, grid_mesh(2, 2), plan)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    return train_beside(reference, model, vocab, size, sequence)
+
+
+def test_a_block_is_one_graph() -> None:
+    assert max(world.run(4, _compiled, "aot_eager", plan_2d(), (4, 8, 8))) < TOLERANCE
+    assert max(world.run(4, _compiled, "aot_eager", plan_2d(), (3, 13, 33))) < TOLERANCE
+
+
+def test_a_block_of_a_mixed_plan_is_one_graph() -> None:
+    assert max(world.run(4, _compiled, "aot_eager", plan_mixed(), (4, 8, 8))) < TOLERANCE
+
+
+@pytest.mark.parametrize("algorithm", ["summa", "bmr", "cannon"])
+def test_every_algorithm_traces(algorithm: str) -> None:
+    plan = plan_2d()
+    for key, style in plan.items():
+        if "attention.w" in key or "feed_forward" in key:
+            style.algorithm = algorithm
+    assert max(world.run(4, _compiled, "aot_eager", plan, (4, 8, 8))) < TOLERANCE
+
+
+@pytest.mark.deep
+def test_inductor() -> None:
+    assert max(world.run(4, _compiled, "inductor", plan_2d(), (4, 8, 8))) < TOLERANCE
