@@ -28,7 +28,8 @@ def _mine(whole: Tensor, dim: int, axis: comm.Axis) -> Tensor:
     return whole.split(axis.split(whole.shape[dim]), dim)[axis.index]
 
 
-def _raw(rows: int, columns: int) -> None:
+def _raw(rows: int, columns: int, piece: int) -> None:
+    comm.PIECE_BYTES = piece
     grid = Grid(grid_mesh(rows, columns))
     for axis, dim, size in product((grid.row, grid.col), (0, 1), (7, 6, 2, 1)):
         whole = _whole(size, 5) if dim == 0 else _whole(5, size)
@@ -59,21 +60,22 @@ def _raw(rows: int, columns: int) -> None:
             assert summed.numel() == 0
         for steps in (-1, 0, 1, 2):
             there = (axis.index + steps) % axis.size
-            shape = list(whole.shape)
-            shape[dim] = sizes[there]
-            rolled = comm.shift(shard, steps, shape, axis).wait()
+            rolled = comm.shift(shard, steps, axis, dim, sizes).wait()
             assert torch.equal(rolled, whole.split(sizes, dim)[there])
 
 
+@pytest.mark.parametrize("piece", [comm.PIECE_BYTES, 16], ids=["whole", "cut"])
 @pytest.mark.parametrize("rows,columns", GRIDS)
-def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int) -> None:
-    world.run(rows * columns, _raw, rows, columns)
+def test_raw_collectives_take_uneven_and_empty_shards(
+    rows: int, columns: int, piece: int
+) -> None:
+    world.run(rows * columns, _raw, rows, columns, piece)
 
 
 def _exact_reduce_scatter() -> list[float]:
     """torch's own gloo reduce-scatter, under the flag that turns the exchange off."""
     grid = Grid(grid_mesh(2, 2))
-    plain = comm.Axis("plain", grid.col.parts, grid.col.index, grid.col.group, exchanges=False)
+    plain = comm.Axis("plain", grid.col.parts, grid.col.index, grid.col.group, is_gloo=False)
     worst = 0.0
     for size in (6, 7, 1):
         part = _whole(size, 3, seed=dist.get_rank())
@@ -147,7 +149,7 @@ def _point_to_point(rows: int, columns: int) -> None:
             assert x.grad.tolist() == [float(root + 1)] * 3
         x = torch.full((me + 1,), float(me), dtype=torch.float64, requires_grad=True)
         after, before = (me + 1) % n, (me - 1) % n
-        y = comm.shift_grad(x, 1, (after + 1,), axis)
+        y = comm.shift_grad(x, 1, axis, 0, tuple(range(1, n + 1)))
         assert y.tolist() == [float(after)] * (after + 1)
         y.mul(me + 1).sum().backward()
         assert x.grad.tolist() == [float(before + 1)] * (me + 1)

@@ -9,8 +9,10 @@ They work on plain local tensors, take uneven shards (padded on the wire only), 
 * *differentiable*: :func:`move` changes one axis of a tensor's layout, :func:`broadcast_grad`,
   :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones.
 
-gloo's reduce-scatter costs as much as an all-reduce, so on gloo :func:`reduce_scatter` exchanges
-the shards with an all-to-all and sums them here, which moves what a reduce-scatter should.
+gloo wants two things done for it (both measured, see ``benchmarks``). Its reduce-scatter costs as
+much as an all-reduce, so there :func:`reduce_scatter` exchanges the shards with an all-to-all and
+sums them here. And a large message between two ranks that also send to each other takes twice its
+time, so what travels both ways is cut into pieces of :data:`PIECE_BYTES`, all under way at once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .layouts import nested_chunk_sizes
+from .layouts import chunk_sizes, nested_chunk_sizes
 
 __all__ = [
     "Axis",
@@ -49,6 +51,10 @@ __all__ = [
 
 _c10d = torch.ops._c10d_functional
 
+PIECE_BYTES = 256 * 1024
+"""What travels both ways on gloo is cut into pieces of about this size: 4 MB to and fro between
+two ranks took 2.0 times bytes/rate whole, 1.09 in 8 pieces and 1.02 in 16."""
+
 
 @dataclass(frozen=True, eq=False)
 class Axis:
@@ -61,8 +67,8 @@ class Axis:
     parts: tuple[int, ...]
     index: int
     group: str
-    exchanges: bool
-    """Whether a reduce-scatter is cheaper as an all-to-all and a local sum (gloo)."""
+    is_gloo: bool
+    """Whether transfers are cut, and reduce-scatters made of all-to-alls (module docstring)."""
 
     @property
     def size(self) -> int:
@@ -72,20 +78,34 @@ class Axis:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""
         return nested_chunk_sizes(extent, self.parts)
 
+    def pieces(self, elements: int, dtype: torch.dtype) -> int:
+        """Into how many pieces a transfer of ``elements`` to one peer is cut."""
+        return max(1, elements * dtype.itemsize // PIECE_BYTES) if self.is_gloo else 1
+
 
 class Pending:
     """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps."""
 
-    __slots__ = ("_buffer", "_finish")
+    __slots__ = ("_finish", "_sent", "_wires")
 
-    def __init__(self, buffer: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._buffer = buffer
+    def __init__(
+        self,
+        wires: Tensor | Sequence[Tensor],
+        finish: Callable[[list[Tensor]], Tensor] | None = None,
+        sent: Sequence[Tensor] = (),
+    ) -> None:
+        self._wires = wires
         self._finish = finish
+        # What is being sent has to live until it is.
+        self._sent = sent
 
     def wait(self) -> Tensor:
         if self._finish is None:
-            return self._buffer
-        return self._finish(_c10d.wait_tensor(self._buffer))
+            assert isinstance(self._wires, Tensor)
+            return self._wires
+        wires = [_c10d.wait_tensor(wire) for wire in self._wires]
+        self._sent = ()
+        return self._finish(wires)
 
 
 def _elements(shape: Sequence[int]) -> int:
@@ -111,16 +131,64 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
         return Pending(x.new_empty((sum(sizes), *rest)).movedim(0, dim))
     if shard.shape[0] < longest:
         shard = torch.cat([shard, shard.new_zeros((longest - shard.shape[0], *rest))])
+    flat = shard.contiguous().view(-1)
+    sent = flat.split(chunk_sizes(flat.numel(), axis.pieces(flat.numel(), x.dtype)))
+    wires = [_c10d.all_gather_into_tensor(piece, axis.size, axis.group) for piece in sent]
     even = len(set(sizes)) == 1
 
-    def finish(wire: Tensor) -> Tensor:
-        if not even:
-            pieces = wire.split(longest)
-            wire = torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
-        return wire.movedim(0, dim)
+    def finish(wires: list[Tensor]) -> Tensor:
+        if len(wires) == 1:
+            whole = wires[0]
+        else:
+            whole = torch.cat([wire.view(axis.size, -1) for wire in wires], 1)
+        blocks = whole.view(axis.size, longest, *rest)
+        if even:
+            return blocks.flatten(0, 1).movedim(0, dim)
+        kept = [block[:size] for block, size in zip(blocks.unbind(), sizes, strict=True)]
+        return torch.cat(kept).movedim(0, dim)
 
-    wire = _c10d.all_gather_into_tensor(shard.contiguous(), axis.size, axis.group)
-    return Pending(wire, finish)
+    return Pending(wires, finish, sent)
+
+
+def _exchange(
+    flat: Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    axis: Axis,
+    largest: int,
+    finish: Callable[[list[list[Tensor]]], Tensor],
+) -> Pending:
+    """All-to-all of one flat tensor, cut into pieces.
+
+    Args:
+        sends, receives: elements to and from each rank.
+        largest: the most that any two ranks of the axis exchange, the same on every rank.
+        finish: takes, for each piece, what came from each rank.
+    """
+    count = axis.pieces(largest, flat.dtype)
+    if count == 1:
+        sent, cuts = [flat], [(list(sends), list(receives))]
+    else:
+        to = [chunk_sizes(size, count) for size in sends]
+        cuts = [
+            ([sizes[k] for sizes in to], [chunk_sizes(size, count)[k] for size in receives])
+            for k in range(count)
+        ]
+        parts = [
+            part.split(sizes) for part, sizes in zip(flat.split(list(sends)), to, strict=True)
+        ]
+        sent = [torch.cat([part[k] for part in parts]) for k in range(count)]
+    wires = [
+        _c10d.all_to_all_single(piece, cut[1], cut[0], axis.group)
+        for piece, cut in zip(sent, cuts, strict=True)
+    ]
+
+    def split(wires: list[Tensor]) -> Tensor:
+        return finish(
+            [list(wire.split(cut[1])) for wire, cut in zip(wires, cuts, strict=True)]
+        )
+
+    return Pending(wires, split, sent)
 
 
 def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
@@ -134,16 +202,25 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
         return Pending(x)
     whole = x.movedim(dim, 0)
     rest = whole.shape[1:]
+    width = _elements(rest)
     mine = sizes[axis.index]
     longest = max(sizes)
-    if longest * _elements(rest) == 0:
+    if longest * width == 0:
         return Pending(whole.new_empty((mine, *rest)).movedim(0, dim))
-    if axis.exchanges:
-        wire = _c10d.all_to_all_single(
-            whole.contiguous(), [mine] * axis.size, list(sizes), axis.group
-        )
-        return Pending(
-            wire, lambda wire: wire.view(axis.size, mine, *rest).sum(0).movedim(0, dim)
+    if axis.is_gloo:
+
+        def finish(pieces: list[list[Tensor]]) -> Tensor:
+            sums = [torch.stack(piece).sum(0) for piece in pieces]
+            total = sums[0] if len(sums) == 1 else torch.cat(sums)
+            return total.view(mine, *rest).movedim(0, dim)
+
+        return _exchange(
+            whole.contiguous().view(-1),
+            [size * width for size in sizes],
+            [mine * width] * axis.size,
+            axis,
+            longest * width,
+            finish,
         )
     if len(set(sizes)) > 1:
         whole = torch.cat(
@@ -153,14 +230,18 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
             ]
         )
     wire = _c10d.reduce_scatter_tensor(whole.contiguous(), "sum", axis.size, axis.group)
-    return Pending(wire, lambda wire: wire[:mine].movedim(0, dim))
+    return Pending([wire], lambda wires: wires[0][:mine].movedim(0, dim))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Reduce over the axis (``"sum"`` or ``"max"``); every rank gets the whole result."""
     if axis.size == 1 or x.numel() == 0:
         return Pending(x)
-    return Pending(_c10d.all_reduce(x.contiguous(), op, axis.group), lambda wire: wire)
+    return Pending([_c10d.all_reduce(x.contiguous(), op, axis.group)], _only)
+
+
+def _only(wires: list[Tensor]) -> Tensor:
+    return wires[0]
 
 
 def all_to_all(
@@ -181,26 +262,29 @@ def all_to_all(
     """
     if axis.size == 1:
         return Pending(x)
-    pieces = x.split(list(split_sizes), split_dim)
-    shapes = []
-    for extent in cat_sizes:
+
+    def block(split: int, cat: int) -> list[int]:
         shape = list(x.shape)
-        shape[split_dim] = split_sizes[axis.index]
-        shape[cat_dim] = extent
-        shapes.append(shape)
+        shape[split_dim], shape[cat_dim] = split, cat
+        return shape
 
-    def finish(wire: Tensor) -> Tensor:
-        received = wire.split([_elements(shape) for shape in shapes])
-        blocks = [block.view(shape) for block, shape in zip(received, shapes, strict=True)]
-        return torch.cat(blocks, cat_dim)
+    received = [block(split_sizes[axis.index], extent) for extent in cat_sizes]
 
-    wire = _c10d.all_to_all_single(
-        torch.cat([piece.reshape(-1) for piece in pieces]),
-        [_elements(shape) for shape in shapes],
-        [piece.numel() for piece in pieces],
-        axis.group,
+    def finish(pieces: list[list[Tensor]]) -> Tensor:
+        blocks = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+        return torch.cat(
+            [flat.view(shape) for flat, shape in zip(blocks, received, strict=True)], cat_dim
+        )
+
+    blocks = x.split(list(split_sizes), split_dim)
+    return _exchange(
+        torch.cat([piece.reshape(-1) for piece in blocks]),
+        [piece.numel() for piece in blocks],
+        [_elements(shape) for shape in received],
+        axis,
+        _elements(block(max(split_sizes), max(cat_sizes))),
+        finish,
     )
-    return Pending(wire, finish)
 
 
 def broadcast(x: Tensor | None, shape: Sequence[int], src: int, axis: Axis, like: Tensor) -> Pending:
@@ -208,15 +292,14 @@ def broadcast(x: Tensor | None, shape: Sequence[int], src: int, axis: Axis, like
 
     ``like`` gives dtype and device where ``x`` is None.
     """
-    mine = axis.index == src
-    if mine:
+    if axis.index == src:
         assert x is not None and tuple(x.shape) == tuple(shape)
         block = x.contiguous()
     else:
         block = like.new_empty(shape)
     if axis.size == 1 or _elements(shape) == 0:
         return Pending(block)
-    return Pending(_c10d.broadcast(block, src, axis.group), lambda wire: wire)
+    return Pending([_c10d.broadcast(block, src, axis.group)], _only, [block])
 
 
 def reduce(x: Tensor, dst: int, axis: Axis) -> Pending:
@@ -225,25 +308,49 @@ def reduce(x: Tensor, dst: int, axis: Axis) -> Pending:
         return Pending(x if axis.index == dst else x[:0])
     counts = [0] * axis.size
     counts[dst] = x.numel()
-    mine = counts[axis.index]
-    wire = _c10d.all_to_all_single(
-        x.reshape(-1).contiguous(), [mine] * axis.size, counts, axis.group
+
+    def finish(pieces: list[list[Tensor]]) -> Tensor:
+        if axis.index != dst:
+            return x[:0]
+        sums = [torch.stack(piece).sum(0) for piece in pieces]
+        return torch.cat(sums).view_as(x)
+
+    return _exchange(
+        x.contiguous().view(-1), counts, [counts[axis.index]] * axis.size, axis, x.numel(), finish
     )
-    if not mine:
-        return Pending(wire, lambda wire: x[:0])
-    return Pending(wire, lambda wire: wire.view(axis.size, *x.shape).sum(0))
 
 
-def shift(x: Tensor, steps: int, shape: Sequence[int], axis: Axis) -> Pending:
-    """Roll blocks around the axis: receive the block, of ``shape``, of rank ``index + steps``."""
+def shift(
+    x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int], held: int | None = None
+) -> Pending:
+    """Roll blocks around the axis: receive what rank ``index + steps`` holds.
+
+    Args:
+        x: block ``held`` of ``dim``, by default this rank's own, ``sizes[held]`` long in it.
+        sizes: every block's extent in ``dim``.
+
+    Returns:
+        Block ``held + steps``.
+    """
     steps %= axis.size
     if steps == 0:
         return Pending(x)
+    held = axis.index if held is None else held
+    shape = list(x.shape)
+    shape[dim] = sizes[(held + steps) % axis.size]
     send, receive = [0] * axis.size, [0] * axis.size
     send[(axis.index - steps) % axis.size] = x.numel()
-    receive[(axis.index + steps) % axis.size] = _elements(shape)
-    wire = _c10d.all_to_all_single(x.reshape(-1).contiguous(), receive, send, axis.group)
-    return Pending(wire, lambda wire: wire.view(*shape))
+    source = (axis.index + steps) % axis.size
+    receive[source] = _elements(shape)
+    shape_of_largest = [*shape[:dim], max(sizes), *shape[dim + 1 :]]
+
+    def finish(pieces: list[list[Tensor]]) -> Tensor:
+        parts = [piece[source] for piece in pieces]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
+
+    return _exchange(
+        x.contiguous().view(-1), send, receive, axis, _elements(shape_of_largest), finish
+    )
 
 
 class _Move(torch.autograd.Function):
@@ -364,14 +471,19 @@ class _Reduce(torch.autograd.Function):
 
 class _Shift(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, steps: int, shape: Sequence[int], axis: Axis) -> Tensor:
-        ctx.steps, ctx.shape, ctx.axis = steps, x.shape, axis
-        return shift(x, steps, shape, axis).wait().view(*shape)
+    def forward(
+        ctx: Any, x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]
+    ) -> Tensor:
+        ctx.steps, ctx.axis, ctx.dim, ctx.sizes = steps, axis, dim, sizes
+        rolled = shift(x, steps, axis, dim, sizes).wait()
+        return rolled.view_as(rolled)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        return shift(grad, -ctx.steps, ctx.shape, ctx.axis).wait(), None, None, None
+        held = (ctx.axis.index + ctx.steps) % ctx.axis.size
+        rolled = shift(grad, -ctx.steps, ctx.axis, ctx.dim, ctx.sizes, held).wait()
+        return (rolled, *(None,) * 4)
 
 
 def broadcast_grad(x: Tensor, src: int, axis: Axis) -> Tensor:
@@ -388,9 +500,9 @@ def reduce_grad(x: Tensor, dst: int, axis: Axis) -> Tensor:
     return _Reduce.apply(x, dst, axis)
 
 
-def shift_grad(x: Tensor, steps: int, shape: Sequence[int], axis: Axis) -> Tensor:
-    """Rank ``index + steps``'s block, of ``shape``; its gradient travels back the same way."""
-    return _Shift.apply(x, steps, shape, axis)
+def shift_grad(x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Rank ``index + steps``'s block of ``dim``; its gradient travels back the same way."""
+    return _Shift.apply(x, steps, axis, dim, sizes)
 
 
 def _received(op: str, args: Sequence[Any], ranks: int) -> int:

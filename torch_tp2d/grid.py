@@ -65,7 +65,7 @@ def _axis(mesh: DeviceMesh, name: str, parts: tuple[int, ...] | None = None) -> 
         parts=parts or (group.size(),),
         index=dist.get_rank(group),
         group=group.group_name,
-        exchanges="gloo" in dist.get_backend(group),
+        is_gloo="gloo" in dist.get_backend(group),
     )
 
 

@@ -63,7 +63,7 @@ def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
         a_k = broadcast(a, (a.shape[0], cut.p_col[k]), k, cut.col, like=a).wait()
         part = a_k.t() @ c
         total = part if rolling is None else part + rolling.wait()
-        rolling = shift(total, 1, (cut.p_row[(k + 1) % n], c.shape[1]), cut.row)
+        rolling = shift(total, 1, cut.row, 0, cut.p_row, held=k)
     assert rolling is not None
     return rolling
 
@@ -73,4 +73,4 @@ def _roll(b: Tensor, t: int, cut: Cut) -> Pending:
     n, i = cut.row.size, cut.row.index
     if t == n - 1:
         return Pending(b)
-    return shift(b, 1, (cut.p_row[(i + t + 1) % n], b.shape[1]), cut.row)
+    return shift(b, 1, cut.row, 0, cut.p_row, held=(i + t) % n)

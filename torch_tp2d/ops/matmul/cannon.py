@@ -23,18 +23,16 @@ def prefetch(b: Tensor, cut: Cut) -> Pending:
 
 def ab(a: Tensor, b: Tensor, cut: Cut) -> Tensor:
     """``a[M, Pj], b[Pi, Qj] -> c[M, Qj]``: ``a`` rolls along the row, ``b`` along the column."""
-    n = cut.row.size
-    rows, columns = a.shape[0], b.shape[1]
-    k = (cut.row.index + cut.col.index) % n
-    a_moving = shift(a, cut.row.index, (rows, cut.p_col[k]), cut.col)
-    b_moving = shift(b, cut.col.index, (cut.p_row[k], columns), cut.row)
-    c = a.new_zeros(rows, columns)
+    n, i, j = cut.row.size, cut.row.index, cut.col.index
+    a_moving = shift(a, i, cut.col, 1, cut.p_col)
+    b_moving = shift(b, j, cut.row, 0, cut.p_row)
+    c = a.new_zeros(a.shape[0], b.shape[1])
     for t in range(n):
+        k = (i + j + t) % n
         a_now, b_now = a_moving.wait(), b_moving.wait()
-        k = (k + 1) % n
         if t < n - 1:
-            a_moving = shift(a_now, 1, (rows, cut.p_col[k]), cut.col)
-            b_moving = shift(b_now, 1, (cut.p_row[k], columns), cut.row)
+            a_moving = shift(a_now, 1, cut.col, 1, cut.p_col, held=k)
+            b_moving = shift(b_now, 1, cut.row, 0, cut.p_row, held=k)
         c = torch.addmm(c, a_now, b_now)
     return c
 
@@ -42,40 +40,34 @@ def ab(a: Tensor, b: Tensor, cut: Cut) -> Tensor:
 def abt(c: Tensor, b: Tensor, cut: Cut) -> Tensor:
     """``c[M, Qj], b[Pi, Qj] -> a[M, Pj]``: ``b`` rolls, and so do the sums."""
     n, i, j = cut.row.size, cut.row.index, cut.col.index
-    rows, columns = c.shape[0], b.shape[1]
-    k = (i + j) % n
-    b_moving = shift(b, j, (cut.p_row[k], columns), cut.row)
-    a_moving: Pending | None = None
+    b_moving = shift(b, j, cut.row, 0, cut.p_row)
+    sums: Pending | None = None
     for t in range(n):
+        k = (i + j + t) % n
         b_now = b_moving.wait()
-        following = (k + 1) % n
         if t < n - 1:
-            b_moving = shift(b_now, 1, (cut.p_row[following], columns), cut.row)
+            b_moving = shift(b_now, 1, cut.row, 0, cut.p_row, held=k)
         part = c @ b_now.t()
-        total = part if a_moving is None else part + a_moving.wait()
-        if t < n - 1:
-            a_moving = shift(total, 1, (rows, cut.p_col[following]), cut.col)
-        k = following
-    # The last sum here is of block i + j - 1; block j is with the rank i - 1 places before.
-    return shift(total, 1 - i, (rows, cut.p_col[j]), cut.col).wait()
+        total = part if sums is None else part + sums.wait()
+        # After the last step the sum of block j is with the rank i - 1 places before.
+        sums = shift(total, 1 if t < n - 1 else 1 - i, cut.col, 1, cut.p_col, held=k)
+    assert sums is not None
+    return sums.wait()
 
 
 def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
     """``a[M, Pj], c[M, Qj] -> b[Pi, Qj]``: ``a`` rolls, and so do the sums."""
     n, i, j = cut.row.size, cut.row.index, cut.col.index
-    rows, columns = a.shape[0], c.shape[1]
-    k = (i + j) % n
-    a_moving = shift(a, i, (rows, cut.p_col[k]), cut.col)
-    b_moving: Pending | None = None
+    a_moving = shift(a, i, cut.col, 1, cut.p_col)
+    sums: Pending | None = None
     for t in range(n):
+        k = (i + j + t) % n
         a_now = a_moving.wait()
-        following = (k + 1) % n
         if t < n - 1:
-            a_moving = shift(a_now, 1, (rows, cut.p_col[following]), cut.col)
+            a_moving = shift(a_now, 1, cut.col, 1, cut.p_col, held=k)
         part = a_now.t() @ c
-        total = part if b_moving is None else part + b_moving.wait()
-        if t < n - 1:
-            b_moving = shift(total, 1, (cut.p_row[following], columns), cut.row)
-        k = following
-    # The last sum here is of block i + j - 1; block i is with the rank j - 1 places before.
-    return shift(total, 1 - j, (cut.p_row[i], columns), cut.row)
+        total = part if sums is None else part + sums.wait()
+        # After the last step the sum of block i is with the rank j - 1 places before.
+        sums = shift(total, 1 if t < n - 1 else 1 - j, cut.row, 0, cut.p_row, held=k)
+    assert sums is not None
+    return sums
