@@ -59,9 +59,7 @@ def tutorial_plan(colwise: Any, rowwise: Any, **head: Any) -> dict[str, Any]:
         "tok_embeddings": rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
         "pos_embeddings": rowwise(input_layouts=Replicate(), output_layouts=Shard(0)),
         "layers.*.attention_norm": SequenceParallel(),
-        attention: PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate()
-        ),
+        attention: PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         f"{attention}.wq": colwise(),
         f"{attention}.wk": colwise(),
         f"{attention}.wv": colwise(),

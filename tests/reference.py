@@ -27,7 +27,9 @@ def gather(blocks: Blocks) -> Tensor:
 def bmr(a: Blocks, b: Blocks) -> Blocks:
     """Algorithm 1 of TP2D: broadcast A[i, k] along the row, multiply, roll B up its column."""
     n = len(a)
-    c = [[a[i][0].new_zeros(a[i][0].shape[0], b[0][j].shape[1]) for j in range(n)] for i in range(n)]
+    c = [
+        [a[i][0].new_zeros(a[i][0].shape[0], b[0][j].shape[1]) for j in range(n)] for i in range(n)
+    ]
     held = [list(strip) for strip in b]
     for t in range(n):
         for i in range(n):
@@ -41,7 +43,9 @@ def bmr(a: Blocks, b: Blocks) -> Blocks:
 def cannon(a: Blocks, b: Blocks) -> Blocks:
     """Skew A by its row and B by its column, then multiply and roll both, n times."""
     n = len(a)
-    c = [[a[i][0].new_zeros(a[i][0].shape[0], b[0][j].shape[1]) for j in range(n)] for i in range(n)]
+    c = [
+        [a[i][0].new_zeros(a[i][0].shape[0], b[0][j].shape[1]) for j in range(n)] for i in range(n)
+    ]
     a = [strip[i:] + strip[:i] for i, strip in enumerate(a)]
     b = [[b[(i + j) % n][j] for j in range(n)] for i in range(n)]
     for _ in range(n):

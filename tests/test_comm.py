@@ -45,9 +45,7 @@ def _raw(rows: int, columns: int, piece: int) -> None:
         )
         torch.testing.assert_close(comm.all_reduce(part, axis).wait(), total)
         other = 1 - dim
-        moved = comm.all_to_all(
-            shard, other, axis.split(5), dim, sizes, axis
-        ).wait()
+        moved = comm.all_to_all(shard, other, axis.split(5), dim, sizes, axis).wait()
         assert torch.equal(moved, _mine(whole, other, axis))
 
         last = axis.size - 1
@@ -66,9 +64,7 @@ def _raw(rows: int, columns: int, piece: int) -> None:
 
 @pytest.mark.parametrize("piece", [comm.PIECE_BYTES, 16], ids=["whole", "cut"])
 @pytest.mark.parametrize("rows,columns", GRIDS)
-def test_raw_collectives_take_uneven_and_empty_shards(
-    rows: int, columns: int, piece: int
-) -> None:
+def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int, piece: int) -> None:
     world.run(rows * columns, _raw, rows, columns, piece)
 
 

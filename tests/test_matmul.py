@@ -52,7 +52,9 @@ def _products(rows: int, columns: int, sizes: tuple[int, int, int]) -> dict[str,
                         algorithm, Cut(grid.row, grid.col, p, q), gathers, transposed, keep
                     )
                     found = _one(op, grid, x, weight, bias, grad)
-                    for kind, ours, theirs in zip(("y", "dx", "dw", "db"), found, wanted, strict=True):
+                    for kind, ours, theirs in zip(
+                        ("y", "dx", "dw", "db"), found, wanted, strict=True
+                    ):
                         key = f"{name} {kind} {gathers=} {transposed=} {keep=}"
                         scale = theirs.norm().item()
                         worst[key] = (ours - theirs).norm().item() / scale

@@ -44,9 +44,7 @@ def _train(plan: str, rows: int, columns: int, sizes: tuple[int, int, int]) -> t
 
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("rows,columns", GRIDS)
-def test_the_renamed_tutorial_plan(
-    rows: int, columns: int, sizes: tuple[int, int, int]
-) -> None:
+def test_the_renamed_tutorial_plan(rows: int, columns: int, sizes: tuple[int, int, int]) -> None:
     """Loss, gradients, clip norm and parameters, and what share of the weights a rank holds.
 
     A batch of 3 on 4 rows found that a row without tokens broke the model's own code

@@ -7,7 +7,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 from .comm import CommCounter
 from .lift import Lifted
 from .loss import cross_entropy
-from .ops import attention as _attention  # registers a sharding rule with DTensor
+from .ops import attention as _attention  # noqa: F401  registers a sharding rule
 from .parallelize import parallelize_module
 from .replicate import Replicate
 from .styles import Block2DParallel, Colwise2D, GridStyle, Norm2D, Rowwise2D

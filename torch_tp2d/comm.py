@@ -174,9 +174,7 @@ def _exchange(
             ([sizes[k] for sizes in to], [chunk_sizes(size, count)[k] for size in receives])
             for k in range(count)
         ]
-        parts = [
-            part.split(sizes) for part, sizes in zip(flat.split(list(sends)), to, strict=True)
-        ]
+        parts = [part.split(sizes) for part, sizes in zip(flat.split(list(sends)), to, strict=True)]
         sent = [torch.cat([part[k] for part in parts]) for k in range(count)]
     wires = [
         _c10d.all_to_all_single(piece, cut[1], cut[0], axis.group)
@@ -184,9 +182,7 @@ def _exchange(
     ]
 
     def split(wires: list[Tensor]) -> Tensor:
-        return finish(
-            [list(wire.split(cut[1])) for wire, cut in zip(wires, cuts, strict=True)]
-        )
+        return finish([list(wire.split(cut[1])) for wire, cut in zip(wires, cuts, strict=True)])
 
     return Pending(wires, split, sent)
 
@@ -287,7 +283,9 @@ def all_to_all(
     )
 
 
-def broadcast(x: Tensor | None, shape: Sequence[int], src: int, axis: Axis, like: Tensor) -> Pending:
+def broadcast(
+    x: Tensor | None, shape: Sequence[int], src: int, axis: Axis, like: Tensor
+) -> Pending:
     """Send rank ``src``'s ``x`` of ``shape`` to all the axis; elsewhere ``x`` is not read.
 
     ``like`` gives dtype and device where ``x`` is None.
@@ -545,7 +543,11 @@ class CommCounter(TorchDispatchMode):
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace == "_c10d_functional":
             self._count(func._opname, args)

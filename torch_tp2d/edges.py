@@ -151,9 +151,7 @@ def leave(
             shares[axis] = isinstance(grad_layouts[axis], Partial) and isinstance(
                 wanted[axis], Replicate
             )
-    y = grid.redistribute(
-        y, have, wanted, features=features, partial_grad=(shares[0], shares[1])
-    )
+    y = grid.redistribute(y, have, wanted, features=features, partial_grad=(shares[0], shares[1]))
     if use_local_output:
         return grid.with_stand_in(y, wanted)
     if extents is not None:

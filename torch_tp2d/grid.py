@@ -228,7 +228,9 @@ class Grid:
     def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
         """Shape of this rank's shard of a tensor of ``shape`` under ``layout``."""
         local = list(shape)
-        for axis, placement in zip((self.row, self.col), normalize(layout, len(local)), strict=True):
+        for axis, placement in zip(
+            (self.row, self.col), normalize(layout, len(local)), strict=True
+        ):
             if isinstance(placement, Shard):
                 local[placement.dim] = axis.split(local[placement.dim])[axis.index]
         return tuple(local)

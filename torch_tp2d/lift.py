@@ -138,8 +138,10 @@ class _Hook:
                     f"on local tensors (use_local_output=True)"
                 )
             placements = self.grid.placements(want_layout)
-            return value if tuple(value.placements) == tuple(placements) else value.redistribute(
-                placements=placements
+            return (
+                value
+                if tuple(value.placements) == tuple(placements)
+                else value.redistribute(placements=placements)
             )
         shape = None
         if isinstance(value, DTensor):

@@ -89,9 +89,7 @@ def parallelize_module(
             f"{type(parallelize_plan).__name__}"
         )
     entries = [
-        entry
-        for key, style in parallelize_plan.items()
-        for entry in _resolve(module, key, style)
+        entry for key, style in parallelize_plan.items() for entry in _resolve(module, key, style)
     ]
     entries += _unnamed_vectors(module, entries)
     _check(entries, mesh)

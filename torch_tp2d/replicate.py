@@ -60,11 +60,11 @@ class Replicate(GridStyle):
         row = Shard(row_dim)
         self.row_dim = row_dim
         self.given_layouts = input_layouts, output_layouts, None
-        self.input_layouts = None if input_layouts is None else as_layout(
-            input_layouts, _WHOLE, row=row
+        self.input_layouts = (
+            None if input_layouts is None else as_layout(input_layouts, _WHOLE, row=row)
         )
-        self.output_layouts = None if output_layouts is None else as_layout(
-            output_layouts, _WHOLE, row=row
+        self.output_layouts = (
+            None if output_layouts is None else as_layout(output_layouts, _WHOLE, row=row)
         )
         self.use_local_output = use_local_output
         self.by_default = False
@@ -232,7 +232,4 @@ def _settle_grad(param: DTensor) -> None:
         for axis, placement in zip((grid.row, grid.col), grad.placements, strict=True):
             if placement.is_partial():
                 local = all_reduce(local, axis).wait()
-        param.grad = DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False
-        )
-
+        param.grad = DTensor.from_local(local, param.device_mesh, param.placements, run_check=False)

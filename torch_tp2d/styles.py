@@ -27,7 +27,15 @@ from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d
 from .ops.norm import norm2d
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear, norm_of
 
-__all__ = ["Block2DParallel", "Colwise2D", "EmbeddingRunner", "GridStyle", "Norm2D", "Rowwise2D", "Runner"]
+__all__ = [
+    "Block2DParallel",
+    "Colwise2D",
+    "EmbeddingRunner",
+    "GridStyle",
+    "Norm2D",
+    "Rowwise2D",
+    "Runner",
+]
 
 LayoutLike = Placement | Sequence[Placement] | None
 
@@ -290,8 +298,8 @@ class _LinearRunner(Runner):
     def __init__(self, style: _MatmulStyle, module: Any, grid: Grid) -> None:
         self.style = style.rule.style
         transposed = is_conv1d(module)
-        out_features, in_features = reversed(module.weight.shape) if transposed else (
-            module.weight.shape
+        out_features, in_features = (
+            reversed(module.weight.shape) if transposed else (module.weight.shape)
         )
         gathers = style.rule.gathers_input
         algorithm = ALGORITHMS["collective" if style.algorithm == "auto" else style.algorithm]

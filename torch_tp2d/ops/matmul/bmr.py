@@ -1,4 +1,4 @@
-"""``bmr``: broadcast, multiply, roll. Algorithm 1 of TP2D (Zhu and Dong, doi 10.11992/tis.202411023).
+"""``bmr``: broadcast, multiply, roll. Algorithm 1 of TP2D (doi 10.11992/tis.202411023).
 
 On an n x n grid, ``C = A B`` in n steps. In step t, with k = (i + t) mod n:
 
