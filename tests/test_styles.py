@@ -115,22 +115,42 @@ def randomized(module: nn.Module, seed: int = 7) -> nn.Module:
     return module
 
 
-def spread(whole: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
-    """The whole tensor, which every rank has, as a DTensor: no communication."""
-    placements = [Shard(p.dim % whole.ndim) if isinstance(p, Shard) else p for p in layout]
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+def spread(x: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
+    """A whole tensor, which every rank has, as a DTensor: no communication."""
+    placements = [Shard(p.dim % x.ndim) if isinstance(p, Shard) else p for p in layout]
+    return distribute_tensor(x, mesh, placements, src_data_rank=None)
 
 
 def join(local: Tensor, mesh: DeviceMesh, layout: Sequence[Placement], shape: Any) -> Tensor:
-    """The whole tensor that the ranks' local shards make up by DTensor's rules."""
+    """The whole tensor that the ranks' shards make up, each rank's own copy where replicated.
+
+    Not by ``full_tensor``, which loses elements where one dim is cut unevenly by both axes and
+    the mesh has been flattened (torch 2.13).
+    """
+    assert not any(p.is_partial() for p in layout)
     placements = [Shard(p.dim % local.ndim) if isinstance(p, Shard) else p for p in layout]
-    shape = torch.Size(shape)
-    stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(
-        local.detach().contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-    assert whole.to_local().shape == spread(torch.empty(shape), mesh, placements).to_local().shape
-    return whole.full_tensor()
+    empty = spread(torch.empty(shape), mesh, placements).to_local()
+    assert local.shape == empty.shape, (tuple(local.shape), tuple(empty.shape), placements)
+    local = local.detach()
+    for axis in reversed(range(mesh.ndim)):
+        placement = placements[axis]
+        if isinstance(placement, Shard) and mesh.size(axis) > 1:
+            parts: list[Any] = [None] * mesh.size(axis)
+            dist.all_gather_object(parts, local, group=mesh.get_group(axis))
+            local = torch.cat(parts, placement.dim)
+    return local
+
+
+def whole(x: Tensor) -> Tensor:
+    """A DTensor's value, by :func:`join`."""
+    assert isinstance(x, DTensor)
+    x = x.detach()
+    if any(p.is_partial() for p in x.placements):
+        # A gradient that DTensor keeps account of: a sum still to be made.
+        x = x.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in x.placements]
+        )
+    return join(x.to_local(), x.device_mesh, x.placements, x.shape)
 
 
 def one_device(
@@ -152,18 +172,18 @@ def gradients(reference: nn.Module, model: nn.Module) -> dict[str, float]:
         assert isinstance(ours, DTensor) and param.grad is not None
         assert isinstance(ours.grad, DTensor), name
         assert ours.grad.placements == ours.placements, name
-        found[f"grad of {name}"] = relative(ours.grad, param.grad)
+        found[f"grad of {name}"] = relative(whole(ours.grad), param.grad)
     return found
 
 
-def feed(whole: Tensor, mesh: DeviceMesh, layout: Layout, kind: str) -> Tensor:
+def feed(x: Tensor, mesh: DeviceMesh, layout: Layout, kind: str) -> Tensor:
     """A leaf: the local shard, a DTensor on the mesh, or one on the ``tp_col`` sub-mesh."""
-    given = spread(whole, mesh, layout)
+    given = spread(x, mesh, layout)
     if kind == "local":
         return given.to_local().clone().requires_grad_()
     if kind == "mesh":
         return given.detach().requires_grad_()
-    row = spread(whole, mesh, (layout[0], Replicate())).to_local()
+    row = spread(x, mesh, (layout[0], Replicate())).to_local()
     return spread(row, mesh["tp_col"], layout[1:]).detach().requires_grad_()
 
 
@@ -171,7 +191,7 @@ def collect(x: Tensor, mesh: DeviceMesh, layout: Layout, kind: str, shape: Any) 
     """What :func:`feed` took apart (or its gradient), whole."""
     if kind == "mesh":
         assert isinstance(x, DTensor) and x.shape == shape
-        return x.full_tensor()
+        return whole(x)
     if kind == "sub-mesh":
         assert isinstance(x, DTensor) and x.device_mesh == mesh["tp_col"]
         x = x.to_local()
@@ -269,6 +289,13 @@ INPUTS = [
     *product(("local", "mesh"), ("token", "feature", "row", "whole")),
     *product(("sub-mesh",), ("token", "feature", "row")),
 ]
+SOME_INPUTS = [
+    ("local", "token"),
+    ("local", "feature"),
+    ("mesh", "feature"),
+    ("mesh", "whole"),
+    ("sub-mesh", "row"),
+]
 OUTPUTS = ["token", "feature", "row", "whole"]
 
 
@@ -363,7 +390,7 @@ def _other_ranks(rows: int, columns: int) -> dict[str, float]:
     ours = join(y, mesh, (Shard(0), Shard(2)), wanted.shape)
     worst["output of a sum"] = relative(ours, wanted)
     assert leaf.grad is not None
-    worst["gradient of a sum"] = relative(leaf.grad, wanted_dx)
+    worst["gradient of a sum"] = relative(whole(leaf.grad), wanted_dx)
     return worst | gradients(reference, model)
 
 
@@ -477,27 +504,34 @@ def _sequence_parallel(rows: int, columns: int) -> dict[str, float]:
         lambda: RMSNormPython(7),
         lambda: nn.Sequential(nn.LayerNorm(7), nn.GELU()),
     ]
-    for (number, norm), axes, size, local in product(
-        enumerate(norms),
-        ("tp_col", "tp_row", ("tp_row", "tp_col")),
-        ((4, 6), (3, 5)),
-        (True, False),
+    for case in covering(
+        {
+            "norm": range(len(norms)),
+            "axes": ["tp_col", "tp_row", ("tp_row", "tp_col")],
+            "size": [(4, 6), (3, 5)],
+            "local": [True, False],
+            "sequence_dim": [1, 0],
+        }
     ):
-        layout = _axes_layout((Shard(0), Shard(1)), axes)
-        stock = SequenceParallel(use_local_output=local)
+        if case["sequence_dim"] == 0 and case["axes"] == "tp_row":
+            continue  # Both cut one dim, tp_col outermost, which no DTensor can say.
+        axes, local = case["axes"], case["local"]
+        layout = _axes_layout((Shard(0), Shard(case["sequence_dim"])), axes)
+        stock = SequenceParallel(
+            sequence_dim=case["sequence_dim"], use_local_output=local
+        )
         found = compare(
-            randomized(norm()),
+            randomized(norms[case["norm"]]()),
             Lifted(stock, axes=axes),
             mesh,
-            noise(*size, 7, seed=1),
-            noise(*size, 7, seed=2),
+            noise(*case["size"], 7, seed=1),
+            noise(*case["size"], 7, seed=2),
             layout,
             layout,
             kind="local" if local else "mesh",
             local_output=local,
         )
-        key = f"{number} {axes} {size} {local}"
-        worst |= {f"{what}, {key}": value for what, value in found.items()}
+        worst |= {f"{what}, {case}": value for what, value in found.items()}
     return worst
 
 
@@ -553,11 +587,10 @@ def _prepare(rows: int, columns: int) -> dict[str, float]:
     ):
         beside = {"tp_col": rows, "tp_row": columns}.get(str(axes), 1)
         index = mesh.get_local_rank("tp_row" if axes == "tp_col" else "tp_col")
-        mine = len(torch.arange(batch).tensor_split(1) and torch.arange(batch).chunk(beside))
-        if beside > mine:
+        shares = [len(chunk) for chunk in torch.arange(batch).chunk(beside)]
+        if len(shares) < beside:
             continue  # A rank without tokens: test_transformer has those.
-        share = len(torch.arange(batch).chunk(beside)[index if beside > 1 else 0])
-        whole = share, sequence, 7
+        seen = shares[index if beside > 1 else 0], sequence, 7
         given = _axes_layout((Shard(0), Shard(1)), axes)
         outs = [_axes_layout((Shard(0), p), axes) for p in (Shard(1), Shard(-1))]
         x, memory = noise(batch, sequence, 7, seed=1), noise(batch, sequence, 7, seed=2)
@@ -566,7 +599,7 @@ def _prepare(rows: int, columns: int) -> dict[str, float]:
         wanted = _Mixer()(leaves[0], "as it is", memory=leaves[1], mask="this too")
         torch.autograd.backward([wanted[0], wanted[2]], grads)
         for together in (False, True):
-            model: nn.Module = _Mixer(whole)
+            model: nn.Module = _Mixer(seen)
             if together:
                 stock = PrepareModuleInputOutput(**inputs, **outputs, use_local_output=local_out)
                 plan = {"": Lifted(stock, axes=axes, use_local_output=local_in)}
@@ -628,11 +661,62 @@ def _prepare_dtensor() -> None:
     x = noise(4, 6, 7)
     local = spread(x, mesh, (Shard(0), Shard(1))).to_local()
     y = model(local, memory=local)
-    assert relative(y, 3 * x) < TOLERANCE
+    assert relative(whole(y), 3 * x) < TOLERANCE
 
 
 def test_prepare_module_input_gives_a_dtensor_if_asked() -> None:
     world.run(4, _prepare_dtensor)
+
+
+def _swapped() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    worst = {}
+    both = (Shard(1), Shard(1))
+    for given, out in ((both, (Shard(2), Shard(1))), ((Replicate(), Shard(1)), both)):
+        stock = ColwiseParallel(
+            input_layouts=given[0], output_layouts=out[0], use_local_output=False
+        )
+        try:
+            found = compare(
+                _linear("bias", 7, 8),
+                Lifted(stock, axes="tp_row", row_dim=1),
+                mesh,
+                noise(2, 8, 7, seed=1),
+                noise(2, 8, 8, seed=2),
+                given,
+                out,
+                kind="mesh",
+                local_output=False,
+            )
+        except ValueError:
+            found = {"refused": 0.0}
+        worst |= {f"{what} {given} {out}": value for what, value in found.items()}
+    return worst
+
+
+def test_swapped_axes_that_cut_one_dim_are_right_or_refused() -> None:
+    """A DTensor cuts by tp_row first and by tp_col inside that; swapped axes the other way round.
+
+    Even sizes, so that every shape fits: tokens were taken in the wrong order, in silence.
+    """
+    no_difference(world.run(4, _swapped))
+
+
+def _flattened() -> list[list[int]]:
+    mesh = grid_mesh(2, 2)
+    parallelize_module(nn.Linear(7, 11), mesh, Lifted(ColwiseParallel(), axes=("tp_row", "tp_col")))
+    both = (Shard(0), Shard(0))
+    return [spread(torch.arange(n), mesh, both).full_tensor().tolist() for n in (5, 10)]
+
+
+def test_lifting_onto_both_axes_leaves_dtensor_as_it_was() -> None:
+    """torch 2.13 gathers a dim that both axes cut in one transfer, if it finds the mesh flattened.
+
+    It takes the nested shards of 10 elements, 3, 2, 3, 2, for a flat chunk's 3, 3, 3, 1, and loses
+    some: the flat mesh that a lifted style needs has to stay out of DTensor's sight.
+    """
+    for found in world.run(4, _flattened):
+        assert found == [list(range(n)) for n in (5, 10)]
 
 
 # Embeddings.
@@ -664,6 +748,9 @@ def _embedding(
     y = model(fed)
     assert isinstance(y, DTensor) is not local_output
     share = spread(grad, mesh, out)
+    if local_output:
+        # A rank without tokens gets one of zeros, for the user's code: nothing comes of it.
+        y = y[tuple(slice(extent) for extent in share.to_local().shape)]
     y.backward(share.to_local() if local_output else share)
     found = collect(y.detach(), mesh, out, "local" if local_output else "mesh", wanted.shape)
     return {"output": relative(found, wanted.detach())} | gradients(reference, model)
@@ -776,11 +863,10 @@ def _positions(rows: int, columns: int) -> dict[str, float]:
     mesh = grid_mesh(rows, columns)
     worst = {}
     kinds: list[Any] = [Rowwise2D, Colwise2D, torch_tp2d.Replicate]
-    for kind, name, local, (batch, sequence), row_dim in product(
-        kinds, ("token", "row", "feature"), (True, False), ((4, 6), (3, 5)), (0, 1)
+    batch, sequence = 3, 5
+    for kind, name, local, row_dim in product(
+        kinds, ("token", "row", "feature"), (True, False), (0, 1)
     ):
-        if row_dim == 1 and name == "token":
-            continue  # [sequence] is split over both axes there: test_positions_over_both_axes.
         layout = layout_of(name, row_dim)
         row: Placement = Replicate() if row_dim == 0 else Shard(0)
         on_positions = {"token": Shard(0), "row": Replicate(), "feature": Shard(-1)}[name]
@@ -801,7 +887,7 @@ def _positions(rows: int, columns: int) -> dict[str, float]:
         share = spread(grad, mesh, layout)
         y.backward(share.to_local() if local else share)
         assert leaf.grad is not None
-        key = f"{kind.__name__} {name} {local=} {batch}x{sequence} {row_dim=}"
+        key = f"{kind.__name__} {name} {local=} {row_dim=}"
         worst[f"output {key}"] = relative(
             collect(y.detach(), mesh, layout, mode, h.shape), wanted
         )
@@ -814,6 +900,44 @@ def _positions(rows: int, columns: int) -> dict[str, float]:
 @pytest.mark.parametrize("rows,columns", FEW)
 def test_positions_have_a_share_of_the_gradient_in_each_row(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _positions, rows, columns))
+
+
+class _Cross(nn.Module):
+    """An encoder's tokens in a decoder, whose own are fewer, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Embedding(11, 7), nn.Embedding(11, 7)
+        self.q, self.k = nn.Linear(7, 6), nn.Linear(7, 6)
+
+    def forward(self, long: Tensor, short: Tensor) -> Tensor:
+        h, g = self.encoder(long), self.decoder(short)
+        return self.q(g) * self.k(h).mean(1, keepdim=True)
+
+
+def _two_sequences(rows: int, columns: int) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    reference = randomized(_Cross())
+    model = copy.deepcopy(reference)
+    plan = {
+        "*coder": Rowwise2D(output_layouts=Shard(1)),
+        "[qk]": Colwise2D(input_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh, plan)
+    long, short = torch.arange(24).view(3, 8) % 11, torch.arange(15).view(3, 5) % 11
+    grad, layout = noise(3, 5, 6, seed=2), (Shard(0), Shard(2))
+    wanted = reference(long, short)
+    wanted.backward(grad)
+    y = model(long, short)
+    y.backward(spread(grad, mesh, layout).to_local())
+    found = {"output": relative(join(y, mesh, layout, wanted.shape), wanted.detach())}
+    return found | gradients(reference, model)
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 3)])
+def test_two_sequences_of_other_lengths_are_under_way(rows: int, columns: int) -> None:
+    """The second embedding's sizes were taken for the first one's tokens as well."""
+    no_difference(world.run(rows * columns, _two_sequences, rows, columns))
 
 
 # Norm2D and Replicate.
@@ -856,7 +980,7 @@ def _norm_styles(rows: int, columns: int) -> dict[str, float]:
     for case in covering(
         {
             "norm": range(len(norms)),
-            "given": INPUTS,
+            "given": SOME_INPUTS,
             "out": OUTPUTS,
             "local_output": [True, False],
             "row_dim": [0, 1],
@@ -943,7 +1067,7 @@ def _replicated(rows: int, columns: int) -> dict[str, float]:
     for case in covering(
         {
             "module": range(len(modules)),
-            "given": [given for given in INPUTS if given[1] != "whole"],
+            "given": [given for given in SOME_INPUTS if given[1] != "whole"],
             "size": [(4, 6), (3, 5)],
             "row_dim": [0, 1],
             "local_output": [None, True, False],
@@ -952,10 +1076,11 @@ def _replicated(rows: int, columns: int) -> dict[str, float]:
         kind, name = case["given"]
         if name == "feature" and case["module"] > 0:
             continue  # A hidden dim that is split is not what whole parameters are for.
+        if case["module"] > 2 and (name, case["size"], case["row_dim"]) != ("row", (4, 6), 0):
+            continue  # See test_a_replicated_linear_takes_uneven_tokens.
         module = randomized(modules[case["module"]]())
         layout = layout_of(name, case["row_dim"])
         local = kind == "local" if case["local_output"] is None else case["local_output"]
-        tolerant = isinstance(module, LlamaRMSNorm)
         found = compare(
             module,
             torch_tp2d.Replicate(
@@ -972,22 +1097,48 @@ def _replicated(rows: int, columns: int) -> dict[str, float]:
             kind=kind,
             local_output=local,
         )
-        # The Llama norm itself rounds to fp32, 6e-8, and does so here as well.
-        scale = 1e-6 if tolerant else 1.0
-        worst |= {f"{what}, {case}": value * scale for what, value in found.items()}
+        # The Llama norm itself rounds to fp32, 6e-8, and does so here as well: 1e-6 is allowed.
+        part = 1e-6 if isinstance(module, LlamaRMSNorm) else 1.0
+        worst |= {f"{what}, {case}": value * part for what, value in found.items()}
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 3), (4, 1), (2, 3)])
 def test_replicate_equals_one_device(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _replicated, rows, columns))
+
+
+def _replicated_linear() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    worst = {}
+    for name, row_dim, bias in product(("row", "token"), (0, 1), (True, False)):
+        layout = layout_of(name, row_dim)
+        found = compare(
+            randomized(nn.Linear(7, 11, bias=bias)),
+            torch_tp2d.Replicate(input_layouts=layout, row_dim=row_dim),
+            mesh,
+            noise(3, 5, 7, seed=1),
+            noise(3, 5, 11, seed=2),
+            layout,
+            layout,
+        )
+        worst |= {f"{what} {name} {row_dim=} {bias=}": value for what, value in found.items()}
+    return worst
+
+
+def test_a_replicated_linear_takes_uneven_tokens() -> None:
+    """A router: DTensor's own linear refuses tokens that do not divide over the mesh.
+
+    It flattens them, which it also refuses for some token layouts that do divide.
+    """
+    no_difference(world.run(4, _replicated_linear))
 
 
 # Tensors that several modules are given.
 
 
 class _Attention(nn.Module):
-    """q, k and v of one tensor, w1 and w3 of another; ``again`` changes it in between."""
+    """q, k and v of one tensor, w1 and w3 of another; ``again`` changes the first in between."""
 
     def __init__(self, again: bool = False) -> None:
         super().__init__()
@@ -1012,6 +1163,9 @@ def _sharing(rows: int, columns: int) -> dict[str, float]:
     worst = {}
     for again, stock, kind in product((False, True), (False, True), ("local", "mesh")):
         reference = randomized(_Attention(again))
+        if again:
+            # On one device too, a Linear that learns keeps its input and forbids the change.
+            reference.requires_grad_(False)
         model = copy.deepcopy(reference)
         style = Colwise2D(input_layouts=Shard(1))
         other = ColwiseParallel(input_layouts=Shard(1)) if stock else style
@@ -1039,8 +1193,9 @@ def _sharing(rows: int, columns: int) -> dict[str, float]:
         worst[f"grad of input {key}"] = relative(
             collect(leaf.grad, mesh, given, kind, x.shape), dx
         )
-        found = gradients(reference, model)
-        worst |= {f"{what} {key}": value for what, value in found.items()}
+        if not again:
+            found = gradients(reference, model)
+            worst |= {f"{what} {key}": value for what, value in found.items()}
     return worst
 
 
@@ -1180,7 +1335,7 @@ def _run_both(reference: nn.Module, model: nn.Module, mesh: DeviceMesh) -> dict[
     y = model(leaf)
     y.backward(spread(grad, mesh, layout))
     assert leaf.grad is not None
-    found = {"output": relative(y.detach(), wanted), "grad of input": relative(leaf.grad, dx)}
+    found = {"output": relative(whole(y), wanted), "grad of input": relative(whole(leaf.grad), dx)}
     return found | gradients(reference, model)
 
 
@@ -1217,6 +1372,11 @@ def _copies() -> dict[str, float]:
 
 
 def test_a_styled_module_keeps_its_identity_and_can_be_copied() -> None:
+    """After a backward pass too.
+
+    A norm's bias had a gradient that was a view into a larger tensor, which DTensor takes for
+    storage of its own, so that ``deepcopy`` failed on it.
+    """
     no_difference(world.run(4, _copies))
 
 
@@ -1334,7 +1494,7 @@ def _tied(rows: int, columns: int) -> dict[str, float]:
         wanted.backward(grad)
         y = model(ids)
         y.backward(spread(grad, mesh, y.placements))
-        worst[f"output {name}"] = relative(y.detach(), wanted.detach())
+        worst[f"output {name}"] = relative(whole(y), wanted.detach())
         if name == "head first":
             assert not model.head.weight.requires_grad and model.head.weight.grad is None
             continue
@@ -1386,6 +1546,30 @@ def test_src_data_rank() -> None:
     world.run(4, _sources)
 
 
+def _restyled() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    worst = {}
+    for name, style in (
+        ("SequenceParallel", SequenceParallel()),
+        ("Replicate", torch_tp2d.Replicate()),
+        ("Norm2D", Norm2D(output_layouts=Shard(1), use_local_output=False)),
+    ):
+        reference = randomized(_Mlp())
+        model = copy.deepcopy(reference)
+        plan = _mlp_plan()
+        del plan["norm"]
+        parallelize_module(model, mesh, plan)
+        parallelize_module(model, mesh, {"norm": style})
+        for what, value in _run_both(reference, model, mesh).items():
+            worst[f"{name}: {what}"] = value
+    return worst
+
+
+def test_a_norm_replicated_by_default_may_be_named_later() -> None:
+    """The class put in front of the module's found itself in the way: a duplicate base class."""
+    no_difference(world.run(4, _restyled))
+
+
 def _no_communication() -> None:
     mesh = grid_mesh(2, 2)
     model = _Mlp()
@@ -1423,21 +1607,26 @@ def _meta_tied() -> dict[str, float]:
     with torch.device("meta"):
         model = _Tied().double()
     parallelize_module(model, mesh, _tied_plan())
-    assert model.head.weight is model.embed.weight
     model.to_empty(device="cpu")
-    assert model.head.weight is not model.embed.weight
-    for _ in range(2):
+    tied = model.embed.weight
+    model.head.weight = nn.Parameter(tied.detach().clone())
+    for attempt in range(2):
         # Asked again, it refuses again.
         with pytest.raises(ValueError, match="tie them again"):
             model(ids)
-    model.head.weight = model.embed.weight
+            pytest.fail(f"attempt {attempt} ran")
+    model.head.weight = tied
     with torch.no_grad():
         for param, value in zip(model.parameters(), reference.parameters(), strict=True):
             param.copy_(spread(value, mesh, param.placements))
-    return {"output": relative(model(ids).detach(), reference(ids).detach())}
+    return {"output": relative(whole(model(ids)), reference(ids).detach())}
 
 
-def test_ties_that_to_empty_broke_are_refused() -> None:
+def test_a_broken_tie_is_refused() -> None:
+    """Every time the model is run, until the tie is mended.
+
+    The check took itself off before it looked, so that a second try ran and trained two weights.
+    """
     no_difference(world.run(4, _meta_tied))
 
 
@@ -1456,14 +1645,14 @@ def _frozen() -> dict[str, float]:
         y = model(leaf)
         y.backward(spread(grad, mesh, (Shard(0), Shard(1))))
         assert leaf.grad is not None
-        worst[f"output {frozen}"] = relative(y.detach(), wanted)
-        worst[f"grad of input {frozen}"] = relative(leaf.grad, dx)
+        worst[f"output {frozen}"] = relative(whole(y), wanted)
+        worst[f"grad of input {frozen}"] = relative(whole(leaf.grad), dx)
         for name, param in reference.named_parameters():
             ours = model.get_parameter(name)
             assert ours.requires_grad is param.requires_grad
             assert (ours.grad is None) is (param.grad is None), name
             if param.grad is not None:
-                worst[f"grad of {name} {frozen}"] = relative(ours.grad, param.grad)
+                worst[f"grad of {name} {frozen}"] = relative(whole(ours.grad), param.grad)
     return worst
 
 

@@ -4,7 +4,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 :class:`Colwise2D` and ``RowwiseParallel`` to :class:`Rowwise2D`, on ``mesh["tp_row", "tp_col"]``.
 """
 
-from .comm import CommCounter
+from .counter import CommCounter
 from .lift import Lifted
 from .loss import cross_entropy
 from .ops import attention as _attention  # noqa: F401  registers a sharding rule

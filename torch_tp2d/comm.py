@@ -1,7 +1,7 @@
 """The few collectives that everything uses, along one axis of the grid.
 
 They work on plain local tensors, take uneven shards (padded on the wire only), trace under
-``torch.compile`` and can be counted (:class:`CommCounter`). Two layers:
+``torch.compile`` and can be counted (:class:`torch_tp2d.CommCounter`). Two layers:
 
 * *raw*: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``,
   ``reduce`` and ``shift`` start a transfer and return a :class:`Pending`; what is computed before
@@ -18,23 +18,19 @@ time, so what travels both ways is cut into pieces of :data:`PIECE_BYTES`, all u
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .layouts import chunk_sizes, nested_chunk_sizes
 
 __all__ = [
     "Axis",
-    "CommCounter",
     "Pending",
     "all_gather",
     "all_reduce",
@@ -501,84 +497,3 @@ def reduce_grad(x: Tensor, dst: int, axis: Axis) -> Tensor:
 def shift_grad(x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Rank ``index + steps``'s block of ``dim``; its gradient travels back the same way."""
     return _Shift.apply(x, steps, axis, dim, sizes)
-
-
-def _received(op: str, args: Sequence[Any], ranks: int) -> int:
-    """Elements that one rank receives in a functional collective of ``ranks`` ranks."""
-    size = args[0].numel()
-    match op:
-        case "all_gather_into_tensor":
-            return (ranks - 1) * size
-        case "reduce_scatter_tensor":
-            return (ranks - 1) * size // ranks
-        case "all_reduce":
-            return 2 * (ranks - 1) * size // ranks
-        case "broadcast":
-            return size
-    raise AssertionError(f"{op} is not counted")
-
-
-class CommCounter(TorchDispatchMode):
-    """Counts the functional collectives run under it and the bytes that this rank receives.
-
-    Counts what reaches the dispatcher, so stock styles and DTensor redistributions are counted
-    beside ours; a broadcast counts nothing on its source, an all-reduce counts as a
-    reduce-scatter and an all-gather. Collectives inside a compiled graph and FSDP2's own are not
-    seen.
-
-    Example::
-
-        >>> with CommCounter(mesh["tp_row", "tp_col"]) as comm:
-        ...     model(ids).sum().backward()
-        >>> print(comm)
-        tp_col all_gather_into_tensor       2      4096 B
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-        groups = {name: mesh.get_group(name) for name in names}
-        self._axes = {group.group_name: (name, group) for name, group in groups.items()}
-        self.calls: dict[tuple[str, str], int] = defaultdict(int)
-        self.bytes: dict[tuple[str, str], int] = defaultdict(int)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "_c10d_functional":
-            self._count(func._opname, args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, op: str, args: tuple[Any, ...]) -> None:
-        if op == "wait_tensor":
-            return
-        group = args[-1] if isinstance(args[-1], str) else args[-1].group_name
-        name, process_group = self._axes.get(group, ("other", None))
-        if process_group is None:
-            process_group = torch.distributed.distributed_c10d._resolve_process_group(group)
-        ranks, index = process_group.size(), process_group.rank()
-        width = args[0].element_size()
-        if op == "all_to_all_single":
-            per_row = _elements(args[0].shape[1:])
-            received = sum(count for rank, count in enumerate(args[1]) if rank != index) * per_row
-        elif op == "broadcast" and args[1] == index:
-            received = 0
-        else:
-            received = _received(op, args, ranks)
-        self.calls[name, op] += 1
-        self.bytes[name, op] += received * width
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes received by this rank, over all axes."""
-        return sum(self.bytes.values())
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{axis:6} {op:24} {self.calls[axis, op]:5} {self.bytes[axis, op]:12} B"
-            for axis, op in sorted(self.calls)
-        )

@@ -1,0 +1,47 @@
+# `make train` trains a small GPT-2 on a 2 x 2 grid of processes; `make test` checks the project.
+# Both make an environment of their own in .venv; a second call installs nothing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEEP ?=
+
+GRID ?= 2x2
+RANKS ?= 4
+PLAN ?= 2d
+SIZE ?= mini
+STEPS ?= 80
+TRAIN_FLAGS ?=
+
+# One thread a process: the processes share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test data clean
+
+train: $(VENV)/.tutorials data
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) tutorials/train_gpt2.py \
+		--grid $(GRID) --plan $(PLAN) --size $(SIZE) --steps $(STEPS) $(TRAIN_FLAGS)
+
+data: $(VENV)/.tutorials
+	$(BIN)/python tutorials/text.py
+
+test: $(VENV)/.test
+	$(BIN)/ruff check
+	$(BIN)/python -m pytest $(if $(DEEP),--deep)
+
+# torch by exact version and first: left to the extras, pip may choose another build of it.
+$(VENV)/.torch:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==2.13.0
+	touch $@
+
+$(VENV)/.tutorials: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --editable '.[tutorials]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --editable '.[test,tutorials]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) tutorials/.data
