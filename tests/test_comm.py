@@ -49,7 +49,7 @@ def _raw(rows: int, columns: int, piece: int) -> None:
         assert torch.equal(moved, _mine(whole, other, axis))
 
         last = axis.size - 1
-        block = comm.broadcast(part, part.shape, last, axis, like=part).wait()
+        block = comm.broadcast(part, None, part.shape, last, axis).wait()
         assert torch.equal(block, parts[last])
         summed = comm.reduce(part, last, axis).wait()
         if axis.index == last:

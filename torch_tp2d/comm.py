@@ -280,20 +280,29 @@ def all_to_all(
 
 
 def broadcast(
-    x: Tensor | None, shape: Sequence[int], src: int, axis: Axis, like: Tensor
+    x: Tensor, block: tuple[int, int, int] | None, shape: Sequence[int], src: int, axis: Axis
 ) -> Pending:
-    """Send rank ``src``'s ``x`` of ``shape`` to all the axis; elsewhere ``x`` is not read.
+    """Send a block of rank ``src``'s ``x`` to all the axis.
 
-    ``like`` gives dtype and device where ``x`` is None.
+    Args:
+        x: on ``src``, what the block is cut from; elsewhere it gives dtype and device.
+        block: ``(dim, start, length)``, or None for all of ``x``.
+        shape: of the block.
     """
     if axis.index == src:
-        assert x is not None and tuple(x.shape) == tuple(shape)
-        block = x.contiguous()
+        sent = (x if block is None else x.narrow(*block)).contiguous()
+        assert tuple(sent.shape) == tuple(shape)
+    elif torch.compiler.is_compiling():
+        # Two broadcasts of one block are one node in the source's graph. They have to be one in
+        # the others' graphs too, or the ranks would run different numbers of collectives: hence
+        # a buffer that depends on the same tensor and block, not an empty one.
+        start = 0 if block is None else block[1]
+        sent = (x.flatten()[:1].sum() + start).expand(shape).contiguous()
     else:
-        block = like.new_empty(shape)
+        sent = x.new_empty(shape)
     if axis.size == 1 or _elements(shape) == 0:
-        return Pending(block)
-    return Pending([_c10d.broadcast(block, src, axis.group)], _only, [block])
+        return Pending(sent)
+    return Pending([_c10d.broadcast(sent, src, axis.group)], _only, [sent])
 
 
 def reduce(x: Tensor, dst: int, axis: Axis) -> Pending:
@@ -441,7 +450,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: int, axis: Axis) -> Tensor:
         ctx.src, ctx.axis = src, axis
-        return broadcast(x, x.shape, src, axis, like=x).wait().view_as(x)
+        return broadcast(x, None, x.shape, src, axis).wait().view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -460,7 +469,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        return broadcast(grad, grad.shape, ctx.dst, ctx.axis, like=grad).wait(), None, None
+        return broadcast(grad, None, grad.shape, ctx.dst, ctx.axis).wait(), None, None
 
 
 class _Shift(torch.autograd.Function):

@@ -61,8 +61,9 @@ def enter(
         return twin[1]
     partial_grad = isinstance(wanted[1], Replicate) and x.is_floating_point() and not own_account
     gathers = partial_grad and isinstance(declared[1], Shard) and declared[0] == wanted[0]
-    key = (grid.col.group, declared, wanted, given._version, torch.is_grad_enabled())
-    if gathers and not torch.compiler.is_compiling():
+    shares = gathers and not torch.compiler.is_compiling() and not given.is_inference()
+    if shares:
+        key = (grid.col.group, declared, wanted, given._version, torch.is_grad_enabled())
         # q, k and v, or w1 and w3, are given one tensor: it crosses the wire once.
         shared = getattr(given, "_tp2d_gathered", None)
         if shared is not None and shared[0] == key:
@@ -70,8 +71,8 @@ def enter(
     result = grid.redistribute(
         x, declared, wanted, features=features, shape=shape, partial_grad=(False, partial_grad)
     )
-    if gathers and not torch.compiler.is_compiling():
-        given._tp2d_gathered = key, result
+    if shares:
+        given._tp2d_gathered = key, result  # type: ignore[attr-defined]
     return result
 
 
@@ -119,7 +120,7 @@ def gather_for_module(
         return grid.with_stand_in(whole, wanted)
     result = grid.with_stand_in(_Attach.apply(x, whole, grid.col, dim, sizes, False), wanted)
     twin = _Attach.apply(x, whole, grid.col, dim, sizes, True)
-    result._tp2d_partial = (wanted, twin)
+    result._tp2d_partial = (wanted, twin)  # type: ignore[attr-defined]
     return result
 
 

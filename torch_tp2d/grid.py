@@ -58,15 +58,49 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def _axis(mesh: DeviceMesh, name: str, parts: tuple[int, ...] | None = None) -> Axis:
-    group = mesh.get_group(name) if mesh.ndim > 1 else mesh.get_group()
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    group = mesh.get_group(name)
     return Axis(
         name=name,
-        parts=parts or (group.size(),),
+        parts=(group.size(),),
         index=dist.get_rank(group),
         group=group.group_name,
         is_gloo="gloo" in dist.get_backend(group),
     )
+
+
+_flat_axes: WeakKeyDictionary[DeviceMesh, Axis] = WeakKeyDictionary()
+
+
+def _flat_axis(mesh: DeviceMesh) -> Axis:
+    """Both axes as one line of N ranks, in row-major order.
+
+    A group of our own rather than ``mesh._flatten()``: once a flat mesh is registered, torch 2.13
+    gathers DTensors that shard one dim over both axes as one flat chunk, which misplaces elements
+    wherever the sizes do not divide.
+    """
+    if mesh not in _flat_axes:
+        # Every rank of the world has to make every group: the other replicas' are made too.
+        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+        names = root.mesh_dim_names or ()
+        whole = root.mesh
+        if TP_ROW in names:
+            order = [names.index(TP_ROW), names.index(TP_COL)]
+            rest = [dim for dim in range(whole.ndim) if dim not in order]
+            lines = whole.permute(*rest, *order).reshape(-1, mesh.size())
+        else:
+            lines = mesh.mesh.reshape(1, -1)
+        for ranks in lines.tolist():
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                _flat_axes[mesh] = Axis(
+                    name=f"{TP_ROW}_{TP_COL}",
+                    parts=tuple(mesh.shape),
+                    index=ranks.index(dist.get_rank()),
+                    group=group.group_name,
+                    is_gloo="gloo" in dist.get_backend(group),
+                )
+    return _flat_axes[mesh]
 
 
 class Tokens:
@@ -101,8 +135,7 @@ class Grid:
         elif self.axes == TP_ROW:
             self.row, self.col = _axis(mesh, TP_COL), _axis(mesh, TP_ROW)
         elif self.axes == (TP_ROW, TP_COL):
-            flat = mesh._flatten()
-            self.col = _axis(flat, f"{TP_ROW}_{TP_COL}", tuple(mesh.shape))
+            self.col = _flat_axis(mesh)
             self.row = Axis("none", (1,), 0, "", False)
         else:
             raise ValueError(
@@ -135,6 +168,12 @@ class Grid:
             if self.axes == TP_COL:
                 return first, second
             if self.axes == TP_ROW:
+                if isinstance(first, Shard) and first == second:
+                    raise ValueError(
+                        f"a DTensor placed {x.placements} has the shards of {TP_COL} inside those "
+                        f"of {TP_ROW}, but a style on {TP_ROW} needs them the other way round: "
+                        f"redistribute it first"
+                    )
                 return second, first
             if first != second:
                 raise ValueError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Layout",
     "MatmulRule",
     "as_layout",
+    "check_row_dim",
     "chunk_sizes",
     "feature_layout",
     "nested_chunk_sizes",
@@ -132,6 +133,12 @@ def normalize(layout: Layout, ndim: int) -> Layout:
     return front(layout[0]), front(layout[1])
 
 
+def check_row_dim(row_dim: int) -> None:
+    """Raises a ValueError for a dim that is not one of tokens."""
+    if row_dim not in (0, 1):
+        raise ValueError(f"row_dim is the token dim that {TP_ROW} splits, 0 or 1, not {row_dim}")
+
+
 @dataclass(frozen=True)
 class MatmulRule:
     """How one style lays out ``Y[M, N] = X[M, K] @ W[N, K]^T``.
@@ -156,5 +163,3 @@ class MatmulRule:
 COLWISE = MatmulRule("Colwise2D", True, (1, 0), Replicate(), Shard(-1))
 ROWWISE = MatmulRule("Rowwise2D", False, (0, 1), Shard(-1), Replicate())
 BLOCK = MatmulRule("Block2DParallel", True, (1, 0), Shard(-1), Shard(-1))
-
-PARTIAL = Partial()

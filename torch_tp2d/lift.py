@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .edges import gather_for_module, to_dtensor
 from .grid import Axes, Grid
-from .layouts import TP_COL, Layout, normalize
+from .layouts import TP_COL, Layout, check_row_dim, normalize
 from .recognise import describe_module
 from .replicate import WholeRunner
 from .styles import Colwise2D, GridStyle, Rowwise2D, Runner
@@ -292,6 +292,7 @@ class Lifted(GridStyle):
         row_dim: int = 0,
     ) -> None:
         super().__init__()
+        check_row_dim(row_dim)
         lift = _LIFTS.get(type(style))
         if lift is None:
             raise TypeError(

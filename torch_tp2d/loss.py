@@ -108,7 +108,8 @@ def cross_entropy(
         count = (whole_target != ignore_index).sum()
     else:
         count = _sum_over((local_target != ignore_index).sum(), token_axes)
-    return total / count
+    # nan where no token counts, as in torch, but with gradients of zero, as in torch.
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def _sum_over(value: Tensor, axes: list[Axis]) -> Tensor:

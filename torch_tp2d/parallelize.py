@@ -21,7 +21,7 @@ from .layouts import normalize
 from .lift import Lifted, _LiftedPrepare
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate
-from .styles import Colwise2D, GridStyle, tied_message
+from .styles import Colwise2D, GridStyle, take_off_grid, tied_message
 
 __all__ = ["parallelize_module"]
 
@@ -92,10 +92,11 @@ def parallelize_module(
         entry for key, style in parallelize_plan.items() for entry in _resolve(module, key, style)
     ]
     entries += _unnamed_vectors(module, entries)
+    for entry in entries:
+        _undo_default(entry)
     _check(entries, mesh)
     ties = _ties(module)
     for entry in entries:
-        _undo_default(entry)
         entry.style.src_data_rank = src_data_rank
         entry.style._apply(entry.module, mesh)
     _FirstForward.watch(module, mesh, ties)
@@ -197,7 +198,7 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         return
     if not (is_linear(entry.module) or is_conv1d(entry.module)):
         return
-    if not isinstance(style.output_layouts[1], dt.Shard):
+    if style.output_layouts[1] not in (dt.Shard(-1), dt.Shard(2)):
         return
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
@@ -255,8 +256,10 @@ def _undo_default(entry: _Entry) -> None:
             f"{entry.name!r}: {describe_module(module)} has a style already "
             f"({runner.style}): name it in one plan entry"
         )
+    take_off_grid(module)
     for owner in module.modules():
         for name, param in list(owner.named_parameters(recurse=False)):
+            assert isinstance(param, DTensor)
             plain = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
             owner.register_parameter(name, plain)
 
@@ -277,14 +280,12 @@ class _FirstForward:
     def __init__(self, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]) -> None:
         self.mesh = mesh
         self.ties = ties
-        self.handle: Any = None
 
     @classmethod
     def watch(
         cls, module: nn.Module, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]
     ) -> None:
-        check = cls(mesh, ties)
-        check.handle = module.register_forward_pre_hook(check, prepend=True)
+        module.register_forward_pre_hook(cls(mesh, ties), prepend=True)
 
     def __deepcopy__(self, memo: Any) -> _FirstForward:
         return self
@@ -292,7 +293,6 @@ class _FirstForward:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self.handle.remove()
         plain = [
             f"{name} {tuple(param.shape)}"
             for name, param in module.named_parameters()
@@ -314,3 +314,7 @@ class _FirstForward:
                     f"(to_empty() on a meta model unties them): tie them again, "
                     f"{names[1]} = {names[0]}, before the optimizer is made"
                 )
+        # All is well: the check has done its work, for this module though not for its copies.
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]

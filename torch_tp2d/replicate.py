@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .comm import Axis, all_reduce
 from .edges import to_dtensor
 from .grid import Grid
-from .layouts import Layout, as_layout, normalize
+from .layouts import Layout, as_layout, check_row_dim, normalize
 from .recognise import is_embedding
 from .styles import EmbeddingRunner, GridStyle, LayoutLike, Runner, local_shard
 
@@ -57,6 +57,7 @@ class Replicate(GridStyle):
         row_dim: int = 0,
     ) -> None:
         super().__init__()
+        check_row_dim(row_dim)
         row = Shard(row_dim)
         self.row_dim = row_dim
         self.given_layouts = input_layouts, output_layouts, None
@@ -129,7 +130,7 @@ class WholeRunner(Runner):
         enforce_input: bool = False,
     ) -> None:
         self.style = style
-        self.is_torch_norm = _is_torch_norm(module)
+        self.locally = _local_math(module)
         self.grid = grid
         self.row_dim = row_dim
         self.declared, self.wanted = declared, wanted
@@ -158,8 +159,8 @@ class WholeRunner(Runner):
             if tuple(x.placements) != tuple(placements):
                 x = x.redistribute(placements=placements)
         layout = self.grid.layout(x, self.row_dim)
-        if self.is_torch_norm and Shard(x.ndim - 1) not in layout:
-            y = self._norm(module, x, layout)
+        if self.locally is not None and Shard(x.ndim - 1) not in layout:
+            y = self._run_locally(module, x, layout)
         else:
             y = forward(x, *rest, **kwargs)
         use_local = was_local if self.use_local_output is None else self.use_local_output
@@ -177,27 +178,45 @@ class WholeRunner(Runner):
             return y
         return self.grid.with_stand_in(y.to_local(), self.grid.layout(y, self.row_dim))
 
-    def _norm(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
-        """torch's own norms on the local shard, without DTensor's dispatch."""
+    def _run_locally(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
+        """A module that takes tokens one by one, on the local shard: no DTensor dispatch."""
+        assert self.locally is not None
         axes = [
             axis
             for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
             if isinstance(placement, Shard) and axis.size > 1
         ]
-        bias = module._parameters.get("bias")
-        weight, bias = _SumGrads.apply(axes, local_shard(module.weight), local_shard(bias))
-        local = x.to_local()
-        if isinstance(module, nn.LayerNorm):
-            y = F.layer_norm(local, module.normalized_shape, weight, bias, module.eps)
-        else:
-            y = F.rms_norm(local, module.normalized_shape, weight, module.eps)
-        return to_dtensor(y, layout, self.grid, tuple(x.shape))
+        params = (local_shard(module._parameters.get(name)) for name in ("weight", "bias"))
+        y = self.locally(module, x.to_local(), *_SumGrads.apply(axes, *params))
+        return to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
 
 
-def _is_torch_norm(module: nn.Module) -> bool:
-    """torch's own LayerNorm or RMSNorm, over one last dim."""
-    own = getattr(type(module), "forward", None) in (nn.LayerNorm.forward, nn.RMSNorm.forward)
-    return own and len(module.normalized_shape) == 1
+_LocalMath = Callable[[Any, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def _layer_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+def _rms_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+
+
+def _linear(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _local_math(module: nn.Module) -> _LocalMath | None:
+    """The forward of torch's own modules that take tokens one by one."""
+    own = type(module).forward
+    if own is nn.Linear.forward:
+        return _linear
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1:
+        if own is nn.LayerNorm.forward:
+            return _layer_norm
+        if own is nn.RMSNorm.forward:
+            return _rms_norm
+    return None
 
 
 class _SumGrads(torch.autograd.Function):
@@ -219,7 +238,8 @@ class _SumGrads(torch.autograd.Function):
         for axis in ctx.axes:
             total = all_reduce(total, axis).wait()
         pieces = iter(total.split([grad.numel() for grad in present]))
-        summed = [None if grad is None else next(pieces).view_as(grad) for grad in grads]
+        # Clones: a gradient that is a view into `total` cannot be copied by deepcopy.
+        summed = [None if grad is None else next(pieces).view_as(grad).clone() for grad in grads]
         return None, *summed
 
 

@@ -56,6 +56,11 @@ class GridStyle(ParallelStyle):
             TypeError: for a module of the wrong kind, or parameters that are not floating point.
             ValueError: for parameters that are on a mesh already, and as the style says.
         """
+        if isinstance(module, _OnGrid):
+            raise ValueError(
+                f"{describe_module(module)} has a style already ({module._tp2d.style}): name it "
+                f"in one plan entry"
+            )
         for name, param in module.named_parameters():
             if not param.is_floating_point():
                 raise TypeError(
@@ -160,13 +165,19 @@ _classes: dict[tuple[str, type], type] = {}
 
 def put_on_grid(module: nn.Module, runner: Runner) -> None:
     """Make the module's forward the runner's."""
-    kind = next(base for base in type(module).__mro__ if not base.__dict__.get("_tp2d_front"))
+    kind = type(module)
     if (runner.style, kind) not in _classes:
         name = f"{runner.style}{kind.__name__}"
-        _classes[runner.style, kind] = type(name, (_OnGrid, kind), {"_tp2d_front": True})
-    module._tp2d = runner
+        _classes[runner.style, kind] = type(name, (_OnGrid, kind), {})
+    object.__setattr__(module, "_tp2d", runner)
     module.__class__ = _classes[runner.style, kind]
     runner.installed(module)
+
+
+def take_off_grid(module: nn.Module) -> None:
+    """Give the module its own class back."""
+    module.__class__ = type(module).__mro__[2]
+    del module._tp2d
 
 
 def local_shard(param: Tensor | None) -> Tensor | None:
@@ -193,8 +204,7 @@ class _MatmulStyle(GridStyle):
         grad_layouts: LayoutLike = None,
     ) -> None:
         super().__init__()
-        if row_dim not in (0, 1):
-            raise ValueError(f"row_dim is the token dim that tp_row splits, 0 or 1, not {row_dim}")
+        layouts.check_row_dim(row_dim)
         if dataflow not in ("auto", self.rule.dataflow):
             raise ValueError(
                 f'{type(self).__name__} has dataflow "{self.rule.dataflow}" (or "auto"), not '
@@ -236,6 +246,7 @@ class _MatmulStyle(GridStyle):
             yield module, "bias", (Replicate(), Shard(0))
 
     def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
         style = type(self).__name__
         if is_embedding(module):
             if not self.embeddings:
@@ -260,7 +271,6 @@ class _MatmulStyle(GridStyle):
                 f"Conv1D with their own forward, not {describe_module(module)}: name the Linear "
                 f"modules inside it, or use Norm2D for a norm and Replicate for anything else"
             )
-        super().check(module, grid)
         algorithm = ALGORITHMS[self.algorithm] if self.algorithm != "auto" else None
         if algorithm is not None and algorithm.SQUARE and grid.row.size != grid.col.size:
             raise ValueError(
@@ -563,6 +573,7 @@ class Norm2D(GridStyle):
         row_dim: int = 0,
     ) -> None:
         super().__init__()
+        layouts.check_row_dim(row_dim)
         default = layouts.feature_layout(row_dim)
         self.row_dim = row_dim
         self.input_layouts = as_layout(input_layouts, default, row=default[0])
@@ -570,8 +581,8 @@ class Norm2D(GridStyle):
         self.use_local_output = use_local_output
 
     def check(self, module: nn.Module, grid: Grid) -> None:
-        norm_of(module)
         super().check(module, grid)
+        norm_of(module)
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
         for name, _ in module.named_parameters(recurse=False):

@@ -34,7 +34,7 @@ def ab(a: Tensor, b: Tensor, cut: Cut) -> Tensor:
     for t in range(n):
         k = (i + t) % n
         rolling = _roll(b, t, cut)
-        a_k = broadcast(a, (a.shape[0], cut.p_col[k]), k, cut.col, like=a).wait()
+        a_k = broadcast(a, None, (a.shape[0], cut.p_col[k]), k, cut.col).wait()
         c = torch.addmm(c, a_k, b)
         b = rolling.wait()
     return c
@@ -60,7 +60,7 @@ def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
     rolling: Pending | None = None
     for t in range(n):
         k = (i + t) % n
-        a_k = broadcast(a, (a.shape[0], cut.p_col[k]), k, cut.col, like=a).wait()
+        a_k = broadcast(a, None, (a.shape[0], cut.p_col[k]), k, cut.col).wait()
         part = a_k.t() @ c
         total = part if rolling is None else part + rolling.wait()
         rolling = shift(total, 1, cut.row, 0, cut.p_row, held=k)

@@ -53,8 +53,7 @@ def _send(x: Tensor, dim: int, panel: _Panel, axis: Axis, on_col: bool) -> Pendi
     owner, start = (panel.col, panel.col_start) if on_col else (panel.row, panel.row_start)
     shape = list(x.shape)
     shape[dim] = panel.width
-    block = x.narrow(dim, start, panel.width) if axis.index == owner else None
-    return broadcast(block, shape, owner, axis, like=x)
+    return broadcast(x, (dim, start, panel.width), shape, owner, axis)
 
 
 def prefetch(b: Tensor, cut: Cut) -> Pending:
