@@ -67,9 +67,11 @@ class CommCounter(TorchDispatchMode):
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
         if op == "wait_tensor":
             return
-        group = args[-1] if isinstance(args[-1], str) else args[-1].group_name
-        name, process_group = self._axes.get(group, ("other", None))
-        if process_group is None:
+        group: Any = args[-1] if isinstance(args[-1], str) else args[-1].group_name
+        if group in self._axes:
+            name, process_group = self._axes[group]
+        else:
+            name = "other"
             process_group = torch.distributed.distributed_c10d._resolve_process_group(group)
         ranks, index = process_group.size(), process_group.rank()
         width = args[0].element_size()

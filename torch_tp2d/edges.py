@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .comm import Axis, all_gather, reduce_scatter
 from .grid import Grid
-from .layouts import Layout, normalize
+from .layouts import Layout, normalize, reduced
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
 
@@ -48,7 +48,7 @@ def enter(
         if x.device_mesh == grid.mesh and x.is_floating_point():
             # DTensor keeps account of a partial gradient by itself: no collective of ours.
             own_account = isinstance(declared[1], Replicate) and isinstance(wanted[1], Replicate)
-            grads = tuple(Replicate() if p.is_partial() else p for p in declared)
+            grads = reduced(declared)
             grads = (grads[0], Partial()) if own_account else grads
             x = x.to_local(grad_placements=grid.placements(grads))
         else:
@@ -129,7 +129,7 @@ def leave(
     have: Layout,
     wanted: Layout,
     grid: Grid,
-    features: int | None,
+    features: int,
     *,
     use_local_output: bool,
     grad_layouts: Layout | None = None,

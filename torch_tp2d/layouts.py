@@ -37,6 +37,7 @@ __all__ = [
     "feature_layout",
     "nested_chunk_sizes",
     "normalize",
+    "reduced",
     "row_layout",
     "token_layout",
 ]
@@ -137,6 +138,12 @@ def check_row_dim(row_dim: int) -> None:
     """Raises a ValueError for a dim that is not one of tokens."""
     if row_dim not in (0, 1):
         raise ValueError(f"row_dim is the token dim that {TP_ROW} splits, 0 or 1, not {row_dim}")
+
+
+def reduced(layout: Layout) -> Layout:
+    """``layout`` with what is Partial summed: the layout of a gradient."""
+    row, col = (Replicate() if p.is_partial() else p for p in layout)
+    return row, col
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .comm import Axis, move
 from .edges import to_dtensor
 from .grid import Grid
-from .layouts import TP_COL, TP_ROW, Layout, normalize
+from .layouts import TP_COL, TP_ROW, Layout, normalize, reduced
 from .ops.cross_entropy import token_losses
 
 __all__ = ["cross_entropy"]
@@ -72,11 +72,12 @@ def cross_entropy(
     grid = Grid(logits.device_mesh)
     layout = normalize(grid.layout(logits, 0), logits.ndim)
     if any(p.is_partial() for p in layout):
-        layout = tuple(Replicate() if p.is_partial() else p for p in layout)
+        layout = reduced(layout)
         logits = logits.redistribute(placements=layout)
     shape, last = tuple(logits.shape), logits.ndim - 1
     vocab_axes = [a for a, p in zip((grid.row, grid.col), layout, strict=True) if p == Shard(last)]
-    token_layout: Layout = tuple(Replicate() if p == Shard(last) else p for p in layout)
+    on_row, on_col = (Replicate() if p == Shard(last) else p for p in layout)
+    token_layout: Layout = on_row, on_col
 
     local_target, whole_target = _local_target(target, shape, token_layout, grid)
     local = logits.to_local()

@@ -202,7 +202,7 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         return
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
-    weight = entry.module.weight
+    weight: Any = entry.module.weight
     out = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
     if head is None or out % head:
         return

@@ -34,13 +34,11 @@ def is_embedding(module: nn.Module) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Hugging Face's Conv1D, a Linear that stores its weight ``[in, out]``."""
-    return (
-        any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
-        and hasattr(module, "nf")
-        and getattr(module, "weight", None) is not None
-        and module.weight.ndim == 2
-        and module.weight.shape[1] == module.nf
-    )
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        return False
+    named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return named and weight.shape[1] == getattr(module, "nf", None)
 
 
 @dataclass(frozen=True)

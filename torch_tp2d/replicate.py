@@ -171,9 +171,9 @@ class WholeRunner(Runner):
             # DTensor replicates where a dim is too short for the mesh.
             wanted = layout
         if wanted is not None:
-            placements = tuple(self.grid.placements(normalize(wanted, y.ndim)))
-            if tuple(y.placements) != placements:
-                y = y.redistribute(placements=placements)
+            target = self.grid.placements(normalize(wanted, y.ndim))
+            if tuple(y.placements) != target:
+                y = y.redistribute(placements=target)
         if not use_local:
             return y
         return self.grid.with_stand_in(y.to_local(), self.grid.layout(y, self.row_dim))
@@ -191,7 +191,7 @@ class WholeRunner(Runner):
         return to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
 
 
-_LocalMath = Callable[[Any, Tensor, Tensor | None, Tensor | None], Tensor]
+_LocalMath = Callable[..., Tensor]
 
 
 def _layer_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -109,7 +109,7 @@ def place_parameter(
                 f"already, but this style wants {placements}: name the module in one plan entry"
             )
         return
-    placed: DTensor | None = getattr(param, "_tp2d_placed", None)
+    placed: Any = getattr(param, "_tp2d_placed", None)
     if placed is not None and placed.device_mesh == grid.mesh:
         if tuple(placed.placements) != placements:
             raise ValueError(tied_message(module, name, placements, placed.placements))
@@ -180,7 +180,7 @@ def take_off_grid(module: nn.Module) -> None:
     del module._tp2d
 
 
-def local_shard(param: Tensor | None) -> Tensor | None:
+def local_shard(param: Any) -> Any:
     """A parameter's shard; its gradient comes back as a DTensor placed like the parameter."""
     return param.to_local() if isinstance(param, DTensor) else param
 
@@ -221,7 +221,9 @@ class _MatmulStyle(GridStyle):
         row = Shard(row_dim)
         self.input_layouts = as_layout(input_layouts, (row, self.rule.input_col), row=row)
         self.output_layouts = as_layout(output_layouts, (row, self.rule.output_col), row=row)
-        self.grad_layouts = None if grad_layouts is None else as_layout(grad_layouts, (), row=row)
+        self.grad_layouts = (
+            None if grad_layouts is None else as_layout(grad_layouts, (row, row), row=row)
+        )
         for layout in (self.input_layouts, self.output_layouts):
             if any(not isinstance(p, Shard | Replicate) for p in layout):
                 raise ValueError(
@@ -373,7 +375,7 @@ class EmbeddingRunner(Runner):
         self.use_local_output, self.grad_layouts = use_local_output, grad_layouts
         # A dim of the weight that is split leaves the vocabulary partial, or the hidden dim cut.
         on_row, on_col = (
-            Replicate() if isinstance(p, Replicate) else Partial() if p.dim == 0 else Shard(-1)
+            Partial() if p == Shard(0) else Shard(-1) if isinstance(p, Shard) else Replicate()
             for p in weight
         )
         self.result: Layout = on_row, on_col
