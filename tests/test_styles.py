@@ -147,9 +147,7 @@ def whole(x: Tensor) -> Tensor:
     x = x.detach()
     if any(p.is_partial() for p in x.placements):
         # A gradient that DTensor keeps account of: a sum still to be made.
-        x = x.redistribute(
-            placements=[Replicate() if p.is_partial() else p for p in x.placements]
-        )
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
     return join(x.to_local(), x.device_mesh, x.placements, x.shape)
 
 
@@ -166,9 +164,7 @@ def one_device(
 def gradients(reference: nn.Module, model: nn.Module) -> dict[str, float]:
     """Relative differences of all parameter gradients, which are placed as their parameters."""
     found = {}
-    for (name, param), ours in zip(
-        reference.named_parameters(), model.parameters(), strict=True
-    ):
+    for (name, param), ours in zip(reference.named_parameters(), model.parameters(), strict=True):
         assert isinstance(ours, DTensor) and param.grad is not None
         assert isinstance(ours.grad, DTensor), name
         assert ours.grad.placements == ours.placements, name
@@ -517,9 +513,7 @@ def _sequence_parallel(rows: int, columns: int) -> dict[str, float]:
             continue  # Both cut one dim, tp_col outermost, which no DTensor can say.
         axes, local = case["axes"], case["local"]
         layout = _axes_layout((Shard(0), Shard(case["sequence_dim"])), axes)
-        stock = SequenceParallel(
-            sequence_dim=case["sequence_dim"], use_local_output=local
-        )
+        stock = SequenceParallel(sequence_dim=case["sequence_dim"], use_local_output=local)
         found = compare(
             randomized(norms[case["norm"]]()),
             Lifted(stock, axes=axes),
@@ -888,9 +882,7 @@ def _positions(rows: int, columns: int) -> dict[str, float]:
         y.backward(share.to_local() if local else share)
         assert leaf.grad is not None
         key = f"{kind.__name__} {name} {local=} {row_dim=}"
-        worst[f"output {key}"] = relative(
-            collect(y.detach(), mesh, layout, mode, h.shape), wanted
-        )
+        worst[f"output {key}"] = relative(collect(y.detach(), mesh, layout, mode, h.shape), wanted)
         worst[f"grad of h {key}"] = relative(collect(leaf.grad, mesh, layout, mode, h.shape), dh)
         found = gradients(reference, model)
         worst |= {f"{what} {key}": value for what, value in found.items()}
@@ -935,9 +927,10 @@ def _two_sequences(rows: int, columns: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), (1, 3)])
-def test_two_sequences_of_other_lengths_are_under_way(rows: int, columns: int) -> None:
-    """The second embedding's sizes were taken for the first one's tokens as well."""
-    no_difference(world.run(rows * columns, _two_sequences, rows, columns))
+def test_two_sequences_of_other_lengths_are_refused(rows: int, columns: int) -> None:
+    """The second embedding's sizes are taken for the first one's tokens: an error, not a hang."""
+    with pytest.raises(world.RankFailed, match="is not this rank's part of the tokens"):
+        world.run(rows * columns, _two_sequences, rows, columns)
 
 
 # Norm2D and Replicate.
@@ -1190,9 +1183,7 @@ def _sharing(rows: int, columns: int) -> dict[str, float]:
         assert leaf.grad is not None
         key = f"{again=} {stock=} {kind}"
         worst[f"output {key}"] = relative(join(y, mesh, out, x.shape), wanted)
-        worst[f"grad of input {key}"] = relative(
-            collect(leaf.grad, mesh, given, kind, x.shape), dx
-        )
+        worst[f"grad of input {key}"] = relative(collect(leaf.grad, mesh, given, kind, x.shape), dx)
         if not again:
             found = gradients(reference, model)
             worst |= {f"{what} {key}": value for what, value in found.items()}

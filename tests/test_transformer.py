@@ -116,4 +116,4 @@ def _with_algorithm(algorithm: str, rows: int, columns: int) -> float:
 def test_every_algorithm_trains_the_model(algorithm: str) -> None:
     assert max(world.run(4, _with_algorithm, algorithm, 2, 2)) < TOLERANCE
     if algorithm == "summa":
-        assert max(world.run(6, _with_algorithm, algorithm, 2, 3)) < TOLERANCE
+        assert max(world.run(6, _with_algorithm, algorithm, 3, 2)) < TOLERANCE

@@ -154,6 +154,12 @@ class Grid:
         if self.axes == TP_COL:
             return row, col
         if self.axes == TP_ROW:
+            if isinstance(row, Shard) and row == col:
+                raise ValueError(
+                    f"a DTensor placed {layout} has the shards of {TP_COL} inside those of "
+                    f"{TP_ROW}, but a style on {TP_ROW} makes them the other way round: give it "
+                    f"another layout, or use_local_output=True"
+                )
             return col, row
         return col, col
 
