@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 import world
 from expecttest import TestCase
-from models import grid_mesh, parallelize, plan_2d, plan_mixed, transformer
+from models import (
+    grid_mesh,
+    parallelize,
+    plan_2d,
+    plan_mixed,
+    plan_without_sequence_parallel,
+    transformer,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -277,6 +284,19 @@ backward 8864 B
  tp_col all_gather_into_tensor       2         1024 B
  tp_col all_reduce                   2          256 B
  tp_col reduce_scatter_tensor        2         1024 B
+ tp_row all_gather_into_tensor       6         3072 B
+ tp_row all_reduce                   4          416 B
+ tp_row reduce_scatter_tensor        6         3072 B""")
+
+    def test_a_transformer_layer_without_sequence_parallel(self) -> None:
+        """q, k and v read one whole tensor: its gradient is all-reduced once, not three times."""
+        report = _layer(plan_without_sequence_parallel())
+        self.assertExpectedInline(report, """\
+forward 5120 B
+ tp_col all_reduce                   2         2048 B
+ tp_row all_gather_into_tensor       6         3072 B
+backward 8608 B
+ tp_col all_reduce                   2         2048 B
  tp_row all_gather_into_tensor       6         3072 B
  tp_row all_reduce                   4          416 B
  tp_row reduce_scatter_tensor        6         3072 B""")

@@ -60,11 +60,19 @@ def enter(
     if twin is not None and declared == wanted == twin[0]:
         return twin[1]
     partial_grad = isinstance(wanted[1], Replicate) and x.is_floating_point() and not own_account
-    gathers = partial_grad and isinstance(declared[1], Shard) and declared[0] == wanted[0]
-    shares = gathers and not torch.compiler.is_compiling() and not given.is_inference()
+    shares = (
+        partial_grad
+        and declared[0] == wanted[0]
+        and grid.col.size > 1
+        and not torch.compiler.is_compiling()
+        and not given.is_inference()
+        # What is kept on a leaf refers back to it, through the node that collects its gradient.
+        and not (given.is_leaf and given.requires_grad)
+    )
     if shares:
+        # q, k and v, or w1 and w3, are given one tensor: it crosses the wire once, and so does
+        # its gradient.
         key = (grid.col.group, declared, wanted, given._version, torch.is_grad_enabled())
-        # q, k and v, or w1 and w3, are given one tensor: it crosses the wire once.
         shared = getattr(given, "_tp2d_gathered", None)
         if shared is not None and shared[0] == key:
             return shared[1]
