@@ -319,7 +319,7 @@ backward 8864 B
 
 
 class TestArithmetic(TestCase):
-    """DESIGN's formulas, in elements received per device, for every grid that divides."""
+    """The README's formulas, in elements received per device, for every grid that divides."""
 
     GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (2, 4), (4, 2)]
     M = B * S
@@ -368,7 +368,7 @@ class TestArithmetic(TestCase):
                 collective, _ = self._moved(Block2DParallel(), FEATURES, mesh)
                 self.assertEqual(forward, collective, name)
 
-    def test_a_block_moves_what_the_design_says(self) -> None:
+    def test_a_block_moves_what_the_readme_says(self) -> None:
         """8m/R (C-1)/C + 36/C (R-1)/R in units of hidden^2, m = tokens / hidden: attention and
         an MLP of four times the hidden dim, without biases, forward and backward."""
         hidden = 24
