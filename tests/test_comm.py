@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torch_tp2d import comm
 from torch_tp2d.grid import Grid
+from torch_tp2d.layouts import TP_COL, TP_ROW
 
 GRIDS = [(1, 3), (2, 2), (3, 2)]
 
@@ -175,3 +176,31 @@ def _compiled() -> None:
 
 def test_collectives_trace_into_one_graph() -> None:
     world.run(4, _compiled)
+
+
+def _workers() -> None:
+    grid, again = Grid(grid_mesh(2, 2)), Grid(grid_mesh(2, 2))
+    flat = Grid(grid.mesh, (TP_ROW, TP_COL))
+    assert (grid.row.group, grid.col.group) == (again.row.group, again.col.group)
+    for axis in (grid.row, grid.col, flat.col):
+        group = dist.distributed_c10d._resolve_process_group(axis.group)
+        assert group._get_backend(torch.device("cpu")).options._threads == 1
+    # Transfers of several groups under way at once, each answered by its own group.
+    mine = torch.full((4,), float(dist.get_rank()))
+    pending = [
+        comm.all_gather(mine + step, 0, (4,) * axis.size, axis)
+        for step in range(50)
+        for axis in (grid.row, grid.col, flat.col)
+    ]
+    for index, transfer in enumerate(pending):
+        whole = transfer.wait()
+        assert whole.numel() in (8, 16) and (mine + index // 3 == whole.view(-1, 4)).all(1).any()
+
+
+def test_each_axis_has_one_worker_on_gloo() -> None:
+    """Two workers of one group freed a string twice (``groups.py``), once in some hundred steps.
+
+    The heap was corrupted long before the process died of it, so what is checked is the worker,
+    not the crash; run under an address sanitizer the double free is what it reports.
+    """
+    world.run(4, _workers)

@@ -124,6 +124,25 @@ def test_meshes(
     refused(shape, ValueError, (*words, *MEND_MESH), make)
 
 
+@pytest.mark.parametrize(
+    "ranks,style",
+    [
+        ([[1, 0], [3, 2]], Colwise2D()),
+        ([[2, 3], [0, 1]], Colwise2D()),
+        ([[0, 2], [1, 3]], Lifted(ColwiseParallel(), axes=NAMES)),
+    ],
+    ids=["along tp_col", "along tp_row", "on both"],
+)
+def test_ranks_out_of_order(ranks: list[list[int]], style: Any) -> None:
+    """A group numbers its ranks in ascending order, whatever the mesh says: shards got mixed up."""
+
+    def make() -> Callable[[], Any]:
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=NAMES)
+        return lambda: parallelize_module(nn.Linear(4, 4), mesh, style)
+
+    refused((2, 2), ValueError, ("ascend", str(ranks), *MEND_MESH), make)
+
+
 def test_no_mesh() -> None:
     for mesh in (None, "cpu", (2, 2)):
 

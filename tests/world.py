@@ -40,10 +40,13 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from torch_tp2d.groups import BACKEND
+
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
+            # Stock collectives on plain gloo lose a process now and then; see that module.
+            BACKEND,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,10 @@ def _received(op: str, args: Sequence[Any], ranks: int) -> int:
     raise AssertionError(f"{op} is not counted")
 
 
+def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+    return tuple(get_process_group_ranks(group))
+
+
 class CommCounter(TorchDispatchMode):
     """Counts the functional collectives run under it and the bytes that this rank receives.
 
@@ -48,8 +53,8 @@ class CommCounter(TorchDispatchMode):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-        groups = {name: mesh.get_group(name) for name in names}
-        self._axes = {group.group_name: (name, group) for name, group in groups.items()}
+        # By their ranks: on gloo our collectives run on groups other than the mesh's.
+        self._axes = {_ranks(mesh.get_group(name)): name for name in names}
         self.calls: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
 
@@ -67,13 +72,11 @@ class CommCounter(TorchDispatchMode):
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
         if op == "wait_tensor":
             return
-        group: Any = args[-1] if isinstance(args[-1], str) else args[-1].group_name
-        if group in self._axes:
-            name, process_group = self._axes[group]
-        else:
-            name = "other"
-            process_group = torch.distributed.distributed_c10d._resolve_process_group(group)
-        ranks, index = process_group.size(), process_group.rank()
+        group = args[-1]
+        if isinstance(group, str):
+            group = torch.distributed.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        name = self._axes.get(_ranks(group), "other")
+        ranks, index = group.size(), group.rank()
         width = args[0].element_size()
         if op == "all_to_all_single":
             per_row = math.prod(args[0].shape[1:])

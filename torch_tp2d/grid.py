@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .comm import Axis, all_gather, move
+from .groups import is_gloo, own_group
 from .layouts import TP_COL, TP_ROW, Layout, normalize
 
 __all__ = ["Grid", "check_mesh", "describe_mesh"]
@@ -51,6 +52,12 @@ def check_mesh(mesh: Any) -> None:
             f'a 2-D style needs mesh dims named ("{TP_ROW}", "{TP_COL}") in this order, but this '
             f"mesh is {describe_mesh(mesh)}: {_MESH_MEND}"
         )
+    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in (0, 1)):
+        raise ValueError(
+            f"the ranks of the mesh {describe_mesh(mesh)} are {mesh.mesh.tolist()}, but a process "
+            f"group puts its own in ascending order, so they have to ascend along each axis: "
+            f"{_MESH_MEND}"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {dist.get_rank()} is not on the mesh {describe_mesh(mesh)} of ranks "
@@ -60,16 +67,10 @@ def check_mesh(mesh: Any) -> None:
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     group = mesh.get_group(name)
-    return Axis(
-        name=name,
-        parts=(group.size(),),
-        index=dist.get_rank(group),
-        group=group.group_name,
-        is_gloo="gloo" in dist.get_backend(group),
-    )
-
-
-_flat_axes: WeakKeyDictionary[DeviceMesh, Axis] = WeakKeyDictionary()
+    gloo = is_gloo(mesh)
+    if gloo and group.size() > 1:
+        group = own_group(dist.get_process_group_ranks(group), gloo=True)
+    return Axis(name, (group.size(),), mesh.get_local_rank(name), group.group_name, gloo)
 
 
 def _flat_axis(mesh: DeviceMesh) -> Axis:
@@ -79,28 +80,21 @@ def _flat_axis(mesh: DeviceMesh) -> Axis:
     gathers DTensors that shard one dim over both axes as one flat chunk, which misplaces elements
     wherever the sizes do not divide.
     """
-    if mesh not in _flat_axes:
-        # Every rank of the world has to make every group: the other replicas' are made too.
-        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-        names = root.mesh_dim_names or ()
-        whole = root.mesh
-        if TP_ROW in names:
-            order = [names.index(TP_ROW), names.index(TP_COL)]
-            rest = [dim for dim in range(whole.ndim) if dim not in order]
-            lines = whole.permute(*rest, *order).reshape(-1, mesh.size())
-        else:
-            lines = mesh.mesh.reshape(1, -1)
-        for ranks in lines.tolist():
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                _flat_axes[mesh] = Axis(
-                    name=f"{TP_ROW}_{TP_COL}",
-                    parts=tuple(mesh.shape),
-                    index=ranks.index(dist.get_rank()),
-                    group=group.group_name,
-                    is_gloo="gloo" in dist.get_backend(group),
-                )
-    return _flat_axes[mesh]
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"a style on both axes needs the ranks of the mesh in ascending order, row by row, but "
+            f"those of {describe_mesh(mesh)} are {mesh.mesh.tolist()}: {_MESH_MEND}"
+        )
+    gloo = is_gloo(mesh)
+    group = own_group(ranks, gloo=gloo)
+    return Axis(
+        name=f"{TP_ROW}_{TP_COL}",
+        parts=tuple(mesh.shape),
+        index=ranks.index(dist.get_rank()),
+        group=group.group_name,
+        is_gloo=gloo,
+    )
 
 
 class Tokens:

@@ -1,0 +1,71 @@
+"""The process groups that the axes of a grid send on.
+
+NCCL's are the mesh's own. On gloo each axis gets a group of its own, with one worker thread. A
+gloo group of torch's has two, and both write ``pgStatus_->lastCompletedWorkName`` without a lock
+(``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13): when two collectives of a group end at once
+the old name is freed twice, and the process dies of a corrupted heap some allocations later. It
+takes a name too long for the small-string buffer, which ``ALLGATHER_COALESCED`` and
+``ALLREDUCE_COALESCED``, those of the functional collectives, are. One worker also keeps a group's
+transfers in the order in which they were started.
+
+Stock collectives on gloo are as exposed as ours would be. ``init_process_group("gloo_in_order")``,
+once torch_tp2d is imported, gives every group of the process one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["BACKEND", "is_gloo", "own_group"]
+
+BACKEND = "gloo_in_order"
+"""gloo with one worker thread for each group, as a backend of torch.distributed."""
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+if dist.is_available() and dist.is_gloo_available():
+    dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+
+
+def is_gloo(mesh: DeviceMesh) -> bool:
+    """Whether what the mesh's ranks send travels by gloo."""
+    group = mesh.get_group(0)
+    return bool(group._get_backend(torch.device(mesh.device_type)).name() == "gloo")
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+def own_group(ranks: Sequence[int], *, gloo: bool) -> dist.ProcessGroup:
+    """A group of our own of these ranks, made when they first ask for it, all of them together.
+
+    Kept as long as the world that it is a part of, rather than as long as a mesh: ranks collect
+    garbage at different times, and one that still has its group would not come to make another.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _groups.setdefault(world, {})
+    key = tuple(ranks)
+    if key not in made:
+        made[key] = dist.new_group(
+            list(ranks),
+            backend=BACKEND if gloo else None,
+            timeout=world._get_backend(torch.device("cpu")).options._timeout if gloo else None,
+            use_local_synchronization=True,
+        )
+    return made[key]
