@@ -55,6 +55,10 @@ Whole, 4 MB to and fro between two ranks took 2.0 times bytes/rate; in 8 pieces 
 """
 
 
+ROUNDS = 4
+"""In how many rounds the ring algorithm sends a tensor where nothing is cut for the wire's sake."""
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One axis of the grid as a rank sees it: the ranks that differ only in its index.
@@ -80,6 +84,23 @@ class Axis:
     def pieces(self, elements: int, dtype: torch.dtype) -> int:
         """Into how many pieces a transfer of ``elements`` to one peer is cut."""
         return max(1, elements * dtype.itemsize // PIECE_BYTES) if self.is_gloo else 1
+
+    def rounds(
+        self, sizes: Sequence[int], width: int, dtype: torch.dtype
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Cut shards of ``sizes`` rows of ``width`` elements into what is sent at a time.
+
+        Returns:
+            ``(start, counts)`` for each round: rank ``r`` sends its rows from ``start`` on,
+            ``counts[r]`` of them.
+        """
+        longest = max(sizes)
+        count = self.pieces(longest * width, dtype) if self.is_gloo else ROUNDS
+        rounds, start = [], 0
+        for length in chunk_sizes(longest, min(count, longest)) if longest else ():
+            rounds.append((start, tuple(max(0, min(length, size - start)) for size in sizes)))
+            start += length
+        return rounds
 
 
 class Pending:
@@ -130,7 +151,10 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
         return Pending(x.new_empty((sum(sizes), *rest)).movedim(0, dim))
     if shard.shape[0] < longest:
         shard = torch.cat([shard, shard.new_zeros((longest - shard.shape[0], *rest))])
-    flat = shard.contiguous().view(-1)
+    else:
+        # A copy: x may be changed in place, or freed, while it travels.
+        shard = shard.clone(memory_format=torch.contiguous_format)
+    flat = shard.view(-1)
     sent = flat.split(chunk_sizes(flat.numel(), axis.pieces(flat.numel(), x.dtype)))
     pieces = [partial(_c10d.all_gather_into_tensor, piece, axis.size, axis.group) for piece in sent]
     even = len(set(sizes)) == 1

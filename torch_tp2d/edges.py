@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .comm import Axis, all_gather, reduce_scatter
+from .comm import all_gather
+from .deferred import Gathering, Transfer
 from .grid import Grid
 from .layouts import Layout, normalize, reduced
+from .ops.matmul.ring import Shards, gather
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
 
@@ -30,6 +32,8 @@ def enter(
     grid: Grid,
     row_dim: int,
     features: int | None,
+    *,
+    arriving: bool = False,
 ) -> Tensor:
     """An input as the local shard that an op takes.
 
@@ -39,6 +43,7 @@ def enter(
         wanted: the op's layout. If it replicates along ``tp_col``, the op's gradient for it is
             a partial sum there.
         features: global size of the last dim.
+        arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering`.
     """
     given, shape, own_account = x, None, False
     if isinstance(x, DTensor):
@@ -76,33 +81,42 @@ def enter(
         shared = getattr(given, "_tp2d_gathered", None)
         if shared is not None and shared[0] == key:
             return shared[1]
-    result = grid.redistribute(
-        x, declared, wanted, features=features, shape=shape, partial_grad=(False, partial_grad)
-    )
+    if arriving and shares and isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1:
+        result = gather(x, _shards(x, declared, grid, features, shape))
+    else:
+        result = grid.redistribute(
+            x, declared, wanted, features=features, shape=shape, partial_grad=(False, partial_grad)
+        )
     if shares:
         given._tp2d_gathered = key, result  # type: ignore[attr-defined]
     return result
 
 
+def _shards(
+    x: Tensor, layout: Layout, grid: Grid, features: int | None, shape: Sequence[int] | None
+) -> Shards:
+    """How ``x``, of which ``layout`` shards a dim over ``tp_col``, is split there."""
+    row, col = layout
+    assert isinstance(col, Shard)
+    extent = grid.extent(x, col.dim, layout, features) if shape is None else shape[col.dim]
+    if isinstance(row, Shard) and row.dim == col.dim:
+        extent = grid.row.split(extent)[grid.row.index]
+    return Shards(col.dim, grid.col.split(extent), grid.col)
+
+
 class _Attach(torch.autograd.Function):
-    """The gathered value of ``x``, whose gradient goes back in one of the two conventions."""
+    """The gathered value of ``x``, whose gradient is whole on every rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, whole: Tensor, axis: Axis, dim: int, sizes: Sequence[int], share: bool
-    ) -> Tensor:
-        ctx.axis, ctx.dim, ctx.sizes, ctx.share = axis, dim, sizes, share
-        return whole.view_as(whole)
+    def forward(ctx: Any, x: Tensor, whole: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        return Gathering(whole.transfer) if isinstance(whole, Gathering) else whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        if ctx.share:
-            mine = reduce_scatter(grad, ctx.dim, ctx.sizes, ctx.axis).wait()
-        else:
-            start = sum(ctx.sizes[: ctx.axis.index])
-            mine = grad.narrow(ctx.dim, start, ctx.sizes[ctx.axis.index])
-        return (mine.contiguous(), *(None,) * 5)
+        dim, sizes, axis = ctx.shards
+        start = sum(sizes[: axis.index])
+        return grads[0].narrow(dim, start, sizes[axis.index]).contiguous(), None, None
 
 
 def gather_for_module(
@@ -118,17 +132,16 @@ def gather_for_module(
     wanted = declared[0], Replicate()
     if grid.col.size == 1 or not isinstance(declared[1], Shard):
         return grid.with_stand_in(grid.redistribute(x, declared, wanted, shape=shape), wanted)
-    dim = declared[1].dim
-    extent = grid.extent(x, dim, declared) if shape is None else shape[dim]
-    if isinstance(declared[0], Shard) and declared[0].dim == dim:
-        extent = grid.row.split(extent)[grid.row.index]
-    sizes = grid.col.split(extent)
-    whole = all_gather(x.detach(), dim, sizes, grid.col).wait().contiguous()
+    shards = _shards(x, declared, grid, None, shape)
+    whole: Tensor
+    if grid.col.is_gloo and not torch.compiler.is_compiling():
+        whole = Gathering(Transfer(x.detach(), *shards))
+    else:
+        whole = all_gather(x.detach(), *shards).wait().contiguous()
     if not (torch.is_grad_enabled() and x.requires_grad):
         return grid.with_stand_in(whole, wanted)
-    result = grid.with_stand_in(_Attach.apply(x, whole, grid.col, dim, sizes, False), wanted)
-    twin = _Attach.apply(x, whole, grid.col, dim, sizes, True)
-    result._tp2d_partial = (wanted, twin)  # type: ignore[attr-defined]
+    result = grid.with_stand_in(_Attach.apply(x, whole, shards), wanted)
+    result._tp2d_partial = (wanted, gather(x, shards, whole))  # type: ignore[attr-defined]
     return result
 
 

@@ -7,8 +7,10 @@ keeps its identity: ``isinstance``, parameter names and hooks are as before.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from .edges import enter, leave
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, MatmulRule, as_layout
 from .ops.embedding import embedding2d
-from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d
+from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
 from .ops.norm import norm2d
+from .prefetch import Ready, fetch
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear, norm_of
 
 __all__ = [
@@ -200,7 +203,7 @@ class _MatmulStyle(GridStyle):
         row_dim: int = 0,
         dataflow: str = "auto",
         algorithm: str = "auto",
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         grad_layouts: LayoutLike = None,
     ) -> None:
         super().__init__()
@@ -314,7 +317,12 @@ class _LinearRunner(Runner):
             reversed(module.weight.shape) if transposed else (module.weight.shape)
         )
         gathers = style.rule.gathers_input
-        algorithm = ALGORITHMS["collective" if style.algorithm == "auto" else style.algorithm]
+        name = style.algorithm
+        if name == "auto":
+            name = "ring" if grid.col.is_gloo else "collective"
+        algorithm = ALGORITHMS[name]
+        self.in_rounds = name == "ring"
+        self.may_reshard = style.reshard_after_forward is None
         p, q = (in_features, out_features) if gathers else (out_features, in_features)
         self.grid = grid
         self.row_dim = style.row_dim
@@ -328,23 +336,76 @@ class _LinearRunner(Runner):
             transposed=transposed,
             keep_weight=not style.reshard_after_forward,
         )
+        self.resharding = replace(self.op, keep_weight=False)
         row = Shard(style.row_dim)
         whole = algorithm.WHOLE
         self.operand: Layout = row, Replicate() if gathers and whole else Shard(-1)
         self.result: Layout = row, Partial() if whole and not gathers else Shard(-1)
 
+    def prepare(self, module: Any) -> Ready | None:
+        """Start gathering the weight; None if it is not there to be gathered."""
+        if isinstance(module.weight, DTensor) and module.weight.device_mesh != self.grid.mesh:
+            return None
+        weight, bias = local_shard(module.weight), local_shard(module.bias)
+        if torch.is_autocast_enabled(weight.device.type):
+            dtype = torch.get_autocast_dtype(weight.device.type)
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        moving = self.op.algorithm.prefetch(self.op.as_b(weight.detach()), self.op.cut)
+        return Ready(ring.late(weight), None if bias is None else ring.late(bias), moving)
+
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
-        y = linear2d(x, local_shard(module.weight), local_shard(module.bias), self.op)
+        arriving = self.in_rounds and not torch.compiler.is_compiling()
+        ready = fetch(module, self.prepare) if arriving else None
+        x = enter(
+            x,
+            self.declared,
+            self.operand,
+            self.grid,
+            self.row_dim,
+            self.in_features,
+            arriving=arriving,
+        )
+        have, op = self.result, self._op(x)
+        if ready is None:
+            y = linear2d(x, local_shard(module.weight), local_shard(module.bias), op)
+        else:
+            shards = self._leaves_by(x)
+            if shards is not None:
+                have = have[0], Shard(shards.dim)
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(ready.weight.dtype)
+            y = ring.linear(x, ready.weight, ready.bias, op, ready.moving, shards)
         return leave(
             y,
-            self.result,
+            have,
             self.wanted_out,
             self.grid,
             self.out_features,
             use_local_output=self.use_local_output,
             grad_layouts=self.grad_layouts,
         )
+
+    def _op(self, x: Tensor) -> LinearOp:
+        """The op, which keeps its gathered weight if that is no larger than ``x``.
+
+        Decided by sizes that all ranks know: a rank with fewer tokens has to decide alike.
+        """
+        tokens, cut = self.grid.tokens.shape, self.op.cut
+        if self.may_reshard and tokens is not None and x.ndim == len(tokens) + 1:
+            longest = math.prod(tokens) // tokens[self.row_dim]
+            longest *= self.grid.row.split(tokens[self.row_dim])[0]
+            if cut.p * cut.col.split(cut.q)[cut.col.index] > longest * x.shape[-1]:
+                return self.resharding
+        return self.op
+
+    def _leaves_by(self, x: Tensor) -> ring.Shards | None:
+        """How a partial result goes to its output layout, if that is by shards of the tokens."""
+        row, col = layouts.normalize(self.wanted_out, x.ndim)
+        if not self.result[1].is_partial() or self.grid.col.size == 1:
+            return None
+        if not isinstance(col, Shard) or col.dim == x.ndim - 1 or row != self.result[0]:
+            return None
+        return ring.Shards(col.dim, self.grid.col.split(x.shape[col.dim]), self.grid.col)
 
 
 class EmbeddingRunner(Runner):
@@ -443,11 +504,13 @@ class Colwise2D(_MatmulStyle):
         use_local_output: hand on a local tensor (default) or a DTensor of the global shape.
         row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
         dataflow: ``"auto"``.
-        algorithm: ``"auto"``, ``"collective"``, ``"summa"``, ``"bmr"`` or ``"cannon"``; the last
-            two need a square grid.
+        algorithm: ``"auto"``, ``"ring"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
+            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo.
         reshard_after_forward: free the gathered weight after forward and gather it again in
-            backward (default, as in FSDP2), or keep it: 1/C of the weight more memory, a third
-            less weight traffic. The algorithms other than ``"collective"`` gather no weight.
+            backward (True), or keep it (False): 1/C of the weight more memory, a third less
+            weight traffic. None (default) gathers it again only where it is larger than the
+            input that is kept beside it, in a model whose embedding is on the mesh too. Only
+            ``"ring"`` and ``"collective"`` gather a weight.
         grad_layouts: layout of the gradient that comes back for a local output, where that is
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along

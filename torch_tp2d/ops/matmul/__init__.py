@@ -1,8 +1,7 @@
 """Two-dimensional matrix products: one interface, :func:`linear2d`, and a file per algorithm.
 
 All algorithms give the same result; they differ in what moves when (see :class:`Algorithm` for
-what each of them provides). ``ring``, the chunked schedule that overlaps with its own transfers,
-takes its place here when it exists.
+what each of them provides).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...comm import all_reduce
-from . import bmr, cannon, collective, summa
+from . import bmr, cannon, collective, ring, summa
 from .cut import Algorithm, Cut
 
 __all__ = ["ALGORITHMS", "Algorithm", "Cut", "LinearOp", "linear2d"]
@@ -22,6 +21,7 @@ __all__ = ["ALGORITHMS", "Algorithm", "Cut", "LinearOp", "linear2d"]
 # A module with the functions of the protocol is one, which mypy does not see in a dict.
 ALGORITHMS: dict[str, Any] = {
     "collective": collective,
+    "ring": ring,
     "summa": summa,
     "bmr": bmr,
     "cannon": cannon,

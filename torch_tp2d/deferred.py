@@ -1,0 +1,230 @@
+"""Tensors whose value is still on its way: gathers that travel, products not yet multiplied.
+
+They let a transfer and the matmul beside it be written apart, in different autograd nodes, and
+still run together: who needs a tensor takes it piece by piece as it comes, and anybody else, user
+code between two styles say, gets an ordinary tensor, because every operation on a
+:class:`Deferred` waits for its value first. ``torch.compile`` never sees one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .comm import Axis, Pending, all_gather
+
+__all__ = [
+    "Deferred",
+    "Gathering",
+    "Owed",
+    "Piece",
+    "Products",
+    "Transfer",
+    "settle",
+    "undeferred",
+]
+
+
+class Deferred(Tensor):
+    """A tensor of known shape whose :meth:`value` is computed, or awaited, at first use."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], like: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=like.dtype, device=like.device
+        )
+
+    def value(self) -> Tensor:
+        """The tensor itself."""
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Deferred, lambda x: x.value(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def undeferred(x: Tensor) -> Tensor:
+    """``x``, or its value if it is deferred."""
+    return x.value() if isinstance(x, Deferred) else x
+
+
+class Transfer:
+    """``x`` gathered along an axis, in pieces of rows.
+
+    Args:
+        x: this rank's shard, ``sizes[axis.index]`` long in ``dim``.
+    """
+
+    def __init__(self, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> None:
+        self.dim = dim
+        self.offsets = [0, *accumulate(sizes)]
+        rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
+        self.pieces: deque[tuple[int, tuple[int, ...], Pending]] = deque()
+        for start, counts in axis.rounds(sizes, math.prod(rest), x.dtype):
+            piece = x.narrow(dim, min(start, x.shape[dim]), counts[axis.index]).movedim(dim, 0)
+            self.pieces.append((start, counts, all_gather(piece, 0, counts, axis)))
+        self.whole = x.new_empty([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]])
+
+    def arrivals(self) -> Iterator[Piece]:
+        while self.pieces:
+            start, counts, pending = self.pieces.popleft()
+            piece = Piece(self.dim, self.offsets, start, counts, pending.wait())
+            piece.put(piece.rows, self.whole)
+            yield piece
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of every rank's shard: ``rows[sum(counts), ...]``, the gathered dim first."""
+
+    dim: int
+    offsets: Sequence[int]
+    start: int
+    counts: Sequence[int]
+    rows: Tensor
+
+    def put(self, rows: Tensor, out: Tensor) -> None:
+        """Write what was made of the piece's rows to their places in ``out``."""
+        for offset, part in zip(self.offsets, rows.split(list(self.counts)), strict=False):
+            if len(part):
+                place = out.narrow(self.dim, offset + self.start, len(part))
+                place.copy_(part.movedim(0, self.dim))
+
+
+class Gathering(Deferred):
+    """A tensor that a :class:`Transfer` is bringing. Several may share one."""
+
+    transfer: Transfer
+
+    @staticmethod
+    def __new__(cls, transfer: Transfer) -> Any:
+        self = super().__new__(cls, transfer.whole.shape, transfer.whole)
+        self.transfer = transfer
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the value is there, so that it is best used as one."""
+        return not self.transfer.pieces
+
+    def arrivals(self) -> Iterator[Piece]:
+        """The pieces that nobody has taken yet, each when it is there."""
+        return self.transfer.arrivals()
+
+    def value(self) -> Tensor:
+        for _ in self.transfer.arrivals():
+            pass
+        return self.transfer.whole
+
+
+class Products(Deferred):
+    """The sum of products ``c b^T``, each ``c[..., Q] b[P, Q]^T``, of a gathered input's users.
+
+    The gradient of a gathered input: left unmultiplied so that it can be computed piece by piece
+    while the pieces before travel back. Sums of these, as q, k and v make, stay unmultiplied.
+    """
+
+    terms: tuple[tuple[Tensor, Tensor], ...]
+
+    @staticmethod
+    def __new__(cls, terms: tuple[tuple[Tensor, Tensor], ...]) -> Any:
+        (c, b), *_ = terms
+        self = super().__new__(cls, (*c.shape[:-1], b.shape[0]), c)
+        self.terms = terms
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    def value(self) -> Tensor:
+        (c, b), *others = self.terms
+        total = c @ b.t()
+        for c, b in others:
+            total += c @ b.t()
+        return total
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.add.Tensor and not kwargs and len(args) == 2:
+            a, b = args
+            if isinstance(a, Products) and isinstance(b, Products):
+                return Products(a.terms + b.terms)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Owed(Deferred):
+    """A weight's gradient that is computed and reduced when there is nothing more urgent.
+
+    Args:
+        shape: of the result.
+        begin: computes this rank's part and starts its way to its owner.
+        finish: what is done to the result.
+    """
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        like: Tensor,
+        begin: Callable[[], Pending],
+        finish: Callable[[Tensor], Tensor],
+    ) -> Any:
+        self = super().__new__(cls, shape, like)
+        self._begin, self._finish = begin, finish
+        self._pending = self._result = None
+        _owed.append(ref(self))
+        return self
+
+    _begin: Callable[[], Pending] | None
+    _finish: Callable[[Tensor], Tensor]
+    _pending: Pending | None
+    _result: Tensor | None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    def start(self) -> None:
+        """Compute this rank's part and send it."""
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            self._pending = begin()
+
+    def value(self) -> Tensor:
+        if self._result is None:
+            self.start()
+            assert self._pending is not None
+            self._result = self._finish(self._pending.wait())
+        return self._result
+
+
+_owed: list[ref[Owed]] = []
+
+
+def settle() -> None:
+    """Start everything that is owed. Between starting a transfer and waiting for it, best."""
+    while _owed:
+        gradient = _owed.pop(0)()
+        if gradient is not None:
+            gradient.start()

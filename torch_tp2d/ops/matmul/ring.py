@@ -1,0 +1,246 @@
+"""``ring``: ``collective`` in rounds, each round's product computed while the next one travels.
+
+What is gathered along ``tp_col`` is multiplied piece by piece as it comes, and what is reduced
+there leaves piece by piece as it is computed, on any grid, forward and backward; backward is the
+other kind of forward. A weight is gathered before it is needed (:mod:`torch_tp2d.prefetch`), and
+its gradient is multiplied and reduced while the input's gradient is on its way (:class:`Owed`).
+
+The products are ``collective``'s; what is this module's own is when they are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...comm import Axis, Pending, all_reduce, reduce_scatter
+from ...deferred import Deferred, Gathering, Owed, Products, Transfer, settle, undeferred
+from . import collective
+from .collective import SQUARE, WHOLE, ab, abt, atb, prefetch
+
+if TYPE_CHECKING:
+    from . import LinearOp
+
+__all__ = [
+    "SQUARE",
+    "WHOLE",
+    "Shards",
+    "ab",
+    "ab_arriving",
+    "abt",
+    "abt_leaving",
+    "atb",
+    "gather",
+    "prefetch",
+]
+
+
+class Shards(NamedTuple):
+    """How a tensor is split over an axis: by ``dim``, into shards ``sizes`` long."""
+
+    dim: int
+    sizes: Sequence[int]
+    axis: Axis
+
+
+def ab_arriving(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a[..., P] b[P, Q] + bias -> c[..., Q]``, in rounds if ``a`` is still being gathered."""
+
+    def product(rows: Tensor) -> Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        c = flat @ b if bias is None else torch.addmm(bias, flat, b)
+        return c.view(*rows.shape[:-1], b.shape[1])
+
+    if not isinstance(a, Gathering) or a.arrived:
+        return product(undeferred(a))
+    c = b.new_empty(*a.shape[:-1], b.shape[1])
+    for piece in a.arrivals():
+        piece.put(product(piece.rows), c)
+    return c
+
+
+def abt_leaving(
+    terms: Sequence[tuple[Tensor, Tensor]],
+    shards: Shards,
+    bias: tuple[Tensor, slice | None] | None = None,
+) -> Pending:
+    """Sum of ``c[..., Q] b[P, Q]^T`` over terms and ranks, ``-> a[..., P]`` by shards of a dim.
+
+    Args:
+        bias: ``(bias, columns)``, added to those columns of this rank's part of the sum.
+    """
+    dim, sizes, axis = shards
+    c, b = terms[0]
+    rest, features = [n for d, n in enumerate(c.shape[:-1]) if d != dim], b.shape[0]
+    mine = [*c.shape[:dim], sizes[axis.index], *c.shape[dim + 1 : -1], features]
+    offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    sums: list[tuple[int, int, Pending]] = []
+    for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
+        part = c.new_empty(sum(counts), *rest, features)
+        for block, offset, count in zip(part.split(counts), offsets, counts, strict=True):
+            flat = block.view(-1, features)
+            for index, (c, b) in enumerate(terms if count else ()):
+                rows = c.narrow(dim, offset + start, count).movedim(dim, 0)
+                rows = rows.reshape(-1, c.shape[-1])
+                torch.addmm(flat, rows, b.t(), beta=int(index > 0), out=flat)
+        if bias is not None:
+            part[..., bias[1] or slice(None)] += bias[0]
+        count = counts[axis.index]
+        sums.append((start, count, reduce_scatter(part, 0, counts, axis)))
+
+    def finish(_: list[Tensor]) -> Tensor:
+        total = c.new_empty(mine)
+        for start, count, pending in sums:
+            rows = pending.wait()
+            if count:
+                total.narrow(dim, start, count).copy_(rows.movedim(0, dim))
+        return total
+
+    return Pending(None, (), finish)
+
+
+class _Gather(torch.autograd.Function):
+    """A gathered input whose gradient is a share, to be summed over the axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards, whole: Tensor | None) -> Tensor:
+        ctx.shards = shards
+        if whole is None:
+            return Gathering(Transfer(x, *shards))
+        return Gathering(whole.transfer) if isinstance(whole, Gathering) else whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if isinstance(grad, Products):
+            leaving = abt_leaving(grad.terms, ctx.shards)
+        else:
+            leaving = reduce_scatter(undeferred(grad), *ctx.shards)
+        if not torch.compiler.is_compiling():
+            settle()
+        return leaving.wait().contiguous(), None, None
+
+
+def gather(x: Tensor, shards: Shards, whole: Tensor | None = None) -> Tensor:
+    """``x`` gathered along an axis, a :class:`~torch_tp2d.deferred.Gathering` still on its way.
+
+    Its gradient is a share of the whole one: it goes back by one reduce-scatter.
+
+    Args:
+        whole: the gathered value, where there is a transfer of it already.
+    """
+    return _Gather.apply(x, shards, whole)
+
+
+class _Late(torch.autograd.Function):
+    """A parameter's shard, whose gradient may come deferred.
+
+    Its own node, so that backward reaches it after the more urgent transfers have started: made
+    before the module's input is gathered, it is run after that gather's backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        if isinstance(grad, Deferred):
+            settle()
+        return undeferred(grad)
+
+
+def late(shard: Tensor) -> Tensor:
+    """A parameter's shard for :func:`linear`."""
+    return _Late.apply(shard) if torch.is_grad_enabled() and shard.requires_grad else shard
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        op: LinearOp,
+        moving: Pending,
+        shards: Shards | None,
+    ) -> Tensor:
+        b = moving.wait()
+        y: Tensor
+        if op.gathers_input:
+            y = ab_arriving(x, b, bias)
+        else:
+            own = None if bias is None else (bias, op.bias_columns)
+            if shards is not None:
+                y = abt_leaving([(x, b)], shards, own).wait()
+            else:
+                y = x @ b.t()
+                if own is not None:
+                    y[..., own[1] or slice(None)] += own[0]
+        ctx.op, ctx.shards, ctx.has_bias = op, shards, bias is not None
+        ctx.weight_shape = weight.shape
+        ctx.save_for_backward(x, b if op.keep_weight else weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        op: LinearOp = ctx.op
+        cut = op.cut
+        x, saved = ctx.saved_tensors
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad = undeferred(grads[0])
+        moving = Pending(saved)
+        if need_x and not op.keep_weight:
+            moving = collective.prefetch(op.as_b(saved), cut)
+        if ctx.shards is not None:
+            grad = Gathering(Transfer(grad, *ctx.shards))
+        dx = None
+        if need_x and not op.gathers_input:
+            dx = ab_arriving(grad, moving.wait())
+        grad = undeferred(grad)
+        dw = db = None
+        if ctx.has_bias and need_bias:
+            mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
+            reducing = all_reduce(mine.flatten(0, -2).sum(0), cut.row)
+            db = Owed(mine.shape[-1:], mine, lambda: reducing, lambda total: total)
+        if need_weight:
+            a, c = (x, grad) if op.gathers_input else (grad, x)
+
+            def begin() -> Pending:
+                return collective.atb(undeferred(a).flatten(0, -2), c.flatten(0, -2), cut)
+
+            def finish(total: Tensor) -> Tensor:
+                return op.as_b(total).contiguous()
+
+            dw = Owed(ctx.weight_shape, grad, begin, finish)
+        if need_x and op.gathers_input:
+            b = moving.wait()
+            dx = Products(((grad, b),)) if isinstance(x, Gathering) else grad @ b.t()
+        if not isinstance(dx, Products):
+            settle()
+        return dx, dw, db, None, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    op: LinearOp,
+    moving: Pending,
+    shards: Shards | None,
+) -> Tensor:
+    """:func:`torch_tp2d.ops.matmul.linear2d` in rounds.
+
+    Args:
+        x: as there, or what :func:`gather` returned.
+        weight, bias: what :func:`late` returned.
+        moving: the weight's gather.
+        shards: how a result that is a partial sum leaves; None leaves it a partial sum.
+    """
+    return _Linear.apply(x, weight, bias, op, moving, shards)

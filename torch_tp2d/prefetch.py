@@ -1,0 +1,99 @@
+"""Gathering weights before they are needed, as FSDP2 does: the next modules' during this one.
+
+Which modules come next is what followed last time. Every rank has seen the same, so every rank
+starts the same gathers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Pending
+
+__all__ = ["AHEAD", "Ready", "fetch"]
+
+AHEAD = 4
+"""How many modules ahead: the most gathered weights that wait for their turn."""
+
+
+@dataclass
+class Ready:
+    """A module's parameters as its op takes them, and its weight's gather."""
+
+    weight: Tensor
+    bias: Tensor | None
+    moving: Pending
+    made_from: tuple[Any, ...] = field(default=(), repr=False)
+
+
+_position: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_following: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
+_ready: dict[ref[nn.Module], Ready] = {}
+_positions = count()
+_last: ref[nn.Module] | None = None
+
+
+def _after(module: nn.Module | None) -> nn.Module | None:
+    following = None if module is None else _following.get(module)
+    return None if following is None else following()
+
+
+def _made_from(module: Any) -> tuple[Any, ...]:
+    """What a gathered weight depends on: if it changed since, the gather is of no use."""
+    weight = module.weight
+    device = weight.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return id(weight), weight._version, torch.is_grad_enabled(), autocast
+
+
+def _drop() -> None:
+    for ready in _ready.values():
+        ready.moving.wait()
+    _ready.clear()
+
+
+def fetch(module: nn.Module, prepare: Callable[[nn.Module], Ready | None]) -> Ready:
+    """What ``prepare`` makes of a module that is about to run, ahead of time if it was foreseen.
+
+    Args:
+        prepare: starts a module's gather; None if the weight is not at hand yet (FSDP2 has not
+            gathered it).
+    """
+    global _last
+    last = None if _last is None else _last()
+    if _after(last) is not module:
+        # Not the order of last time: what was gathered ahead may never be asked for.
+        _drop()
+    ready = _ready.pop(ref(module), None)
+    if ready is not None and ready.made_from != _made_from(module):
+        ready.moving.wait()
+        ready = None
+    if ready is None:
+        ready = prepare(module)
+    assert ready is not None
+    mine = _position.setdefault(module, next(_positions))
+    if last is not None and _position[last] < mine:
+        _following[last] = ref(module)
+    _last = ref(module)
+    # Recomputation in backward goes over a part of the modules only.
+    if torch._C._current_graph_task_id() == -1:
+        ahead: nn.Module | None = module
+        for _ in range(AHEAD):
+            ahead = _after(ahead)
+            if ahead is None:
+                break
+            if ref(ahead) not in _ready:
+                runner: Any = ahead._tp2d
+                early = runner.prepare(ahead)
+                if early is None:
+                    break
+                early.made_from = _made_from(ahead)
+                _ready[ref(ahead)] = early
+    return ready
