@@ -14,8 +14,10 @@ once torch_tp2d is imported, gives every group of the process one worker.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +30,17 @@ BACKEND = "gloo_in_order"
 """gloo with one worker thread for each group, as a backend of torch.distributed."""
 
 
+def _devices() -> list[Any]:
+    """The interfaces that torch's own groups use."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device()]
+    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+
+
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._devices = _devices()
     options._threads = 1
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
