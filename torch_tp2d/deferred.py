@@ -97,15 +97,20 @@ class Piece:
     dim: int
     offsets: Sequence[int]
     start: int
-    counts: Sequence[int]
+    counts: tuple[int, ...]
     rows: Tensor
+
+    def blocks(self, rows: Tensor | None = None) -> Iterator[tuple[Tensor, int, int]]:
+        """``(block, start, count)``: ``rows`` rank by rank, and where they go in the whole."""
+        parts = (self.rows if rows is None else rows).split(self.counts)
+        for part, offset, count in zip(parts, self.offsets, self.counts, strict=False):
+            if count:
+                yield part, offset + self.start, count
 
     def put(self, rows: Tensor, out: Tensor) -> None:
         """Write what was made of the piece's rows to their places in ``out``."""
-        for offset, part in zip(self.offsets, rows.split(list(self.counts)), strict=False):
-            if len(part):
-                place = out.narrow(self.dim, offset + self.start, len(part))
-                place.copy_(part.movedim(0, self.dim))
+        for block, start, count in self.blocks(rows):
+            out.narrow(self.dim, start, count).copy_(block.movedim(0, self.dim))
 
 
 class Gathering(Deferred):

@@ -33,7 +33,11 @@ def abt(c: Tensor, b: Tensor, cut: Cut) -> Tensor:
 
 def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
     """``a[M, P], c[M, Qj] -> b[Pi, Qj]``, summed over the rows."""
-    partial = a.t() @ c
+    return atb_sum(a.t() @ c, cut)
+
+
+def atb_sum(partial: Tensor, cut: Cut) -> Pending:
+    """One row's share ``b[P, Qj]`` of a weight's gradient, summed over the rows."""
     if cut.replicated:
         return all_reduce(partial, cut.row)
     return reduce_scatter(partial, 0, cut.p_row, cut.row)

@@ -47,20 +47,34 @@ class Shards(NamedTuple):
     axis: Axis
 
 
-def ab_arriving(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a[..., P] b[P, Q] + bias -> c[..., Q]``, in rounds if ``a`` is still being gathered."""
+def _rows(x: Tensor, dim: int, start: int, count: int) -> Tensor:
+    """A range of ``dim`` as a matrix of tokens, ``dim`` outermost."""
+    return x.narrow(dim, start, count).movedim(dim, 0).reshape(-1, x.shape[-1])
 
-    def product(rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
-        c = flat @ b if bias is None else torch.addmm(bias, flat, b)
-        return c.view(*rows.shape[:-1], b.shape[1])
 
+def ab_arriving(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, also: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``a[..., P] b[P, Q] + bias -> c[..., Q]``, in rounds if ``a`` is still being gathered.
+
+    Args:
+        also: another operand ``d[..., K]``, for ``a^T d -> [P, K]``, the second result.
+    """
     if not isinstance(a, Gathering) or a.arrived:
-        return product(undeferred(a))
+        flat = undeferred(a).flatten(0, -2)
+        c = flat @ b if bias is None else torch.addmm(bias, flat, b)
+        second = None if also is None else flat.t() @ also.flatten(0, -2)
+        return c.view(*a.shape[:-1], b.shape[1]), second
     c = b.new_empty(*a.shape[:-1], b.shape[1])
+    second = None if also is None else b.new_zeros(a.shape[-1], also.shape[-1])
     for piece in a.arrivals():
-        piece.put(product(piece.rows), c)
-    return c
+        flat = piece.rows.flatten(0, -2)
+        rows = flat @ b if bias is None else torch.addmm(bias, flat, b)
+        piece.put(rows.view(*piece.rows.shape[:-1], b.shape[1]), c)
+        if also is not None and second is not None:
+            for block, start, count in piece.blocks():
+                second.addmm_(block.flatten(0, -2).t(), _rows(also, piece.dim, start, count))
+    return c, second
 
 
 def abt_leaving(
@@ -84,8 +98,7 @@ def abt_leaving(
         for block, offset, count in zip(part.split(counts), offsets, counts, strict=True):
             flat = block.view(-1, features)
             for index, (c, b) in enumerate(terms if count else ()):
-                rows = c.narrow(dim, offset + start, count).movedim(dim, 0)
-                rows = rows.reshape(-1, c.shape[-1])
+                rows = _rows(c, dim, offset + start, count)
                 torch.addmm(flat, rows, b.t(), beta=int(index > 0), out=flat)
         if bias is not None:
             part[..., bias[1] or slice(None)] += bias[0]
@@ -174,7 +187,7 @@ class _Linear(torch.autograd.Function):
         b = moving.wait()
         y: Tensor
         if op.gathers_input:
-            y = ab_arriving(x, b, bias)
+            y, _ = ab_arriving(x, b, bias)
         else:
             own = None if bias is None else (bias, op.bias_columns)
             if shards is not None:
@@ -198,13 +211,14 @@ class _Linear(torch.autograd.Function):
         moving = Pending(saved)
         if need_x and not op.keep_weight:
             moving = collective.prefetch(op.as_b(saved), cut)
+        partial: Tensor | None = None
+        dx = dw = db = None
         if ctx.shards is not None:
             grad = Gathering(Transfer(grad, *ctx.shards))
-        dx = None
         if need_x and not op.gathers_input:
-            dx = ab_arriving(grad, moving.wait())
+            # What both products share is multiplied twice as it comes.
+            dx, partial = ab_arriving(grad, moving.wait(), also=x if need_weight else None)
         grad = undeferred(grad)
-        dw = db = None
         if ctx.has_bias and need_bias:
             mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
             reducing = all_reduce(mine.flatten(0, -2).sum(0), cut.row)
@@ -213,7 +227,10 @@ class _Linear(torch.autograd.Function):
             a, c = (x, grad) if op.gathers_input else (grad, x)
 
             def begin() -> Pending:
-                return collective.atb(undeferred(a).flatten(0, -2), c.flatten(0, -2), cut)
+                product = partial
+                if product is None:
+                    product = undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
+                return collective.atb_sum(product, cut)
 
             def finish(total: Tensor) -> Tensor:
                 return op.as_b(total).contiguous()
