@@ -210,6 +210,13 @@ def _exchange(
     return Pending(None, pieces, split)
 
 
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
 def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
     """Sum over the axis, and keep this rank's shard of ``dim``.
 
@@ -229,7 +236,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
     if axis.is_gloo:
 
         def finish(pieces: list[list[Tensor]]) -> Tensor:
-            sums = [torch.stack(piece).sum(0) for piece in pieces]
+            sums = [_sum(piece) for piece in pieces]
             total = sums[0] if len(sums) == 1 else torch.cat(sums)
             return total.view(mine, *rest).movedim(0, dim)
 
@@ -343,7 +350,7 @@ def reduce(x: Tensor, dst: int, axis: Axis) -> Pending:
     def finish(pieces: list[list[Tensor]]) -> Tensor:
         if axis.index != dst:
             return x[:0]
-        sums = [torch.stack(piece).sum(0) for piece in pieces]
+        sums = [_sum(piece) for piece in pieces]
         return torch.cat(sums).view_as(x)
 
     return _exchange(

@@ -48,8 +48,8 @@ class Shards(NamedTuple):
 
 
 def _rows(x: Tensor, dim: int, start: int, count: int) -> Tensor:
-    """A range of ``dim`` as a matrix of tokens, ``dim`` outermost."""
-    return x.narrow(dim, start, count).movedim(dim, 0).reshape(-1, x.shape[-1])
+    """A range of ``dim``, which becomes the first."""
+    return x.narrow(dim, start, count).movedim(dim, 0)
 
 
 def ab_arriving(
@@ -69,11 +69,11 @@ def ab_arriving(
     second = None if also is None else b.new_zeros(a.shape[-1], also.shape[-1])
     for piece in a.arrivals():
         flat = piece.rows.flatten(0, -2)
-        rows = flat @ b if bias is None else torch.addmm(bias, flat, b)
-        piece.put(rows.view(*piece.rows.shape[:-1], b.shape[1]), c)
+        part = flat @ b if bias is None else torch.addmm(bias, flat, b)
+        piece.put(part.view(*piece.rows.shape[:-1], b.shape[1]), c)
         if also is not None and second is not None:
-            for block, start, count in piece.blocks():
-                second.addmm_(block.flatten(0, -2).t(), _rows(also, piece.dim, start, count))
+            rows = [_rows(also, piece.dim, start, count) for _, start, count in piece.blocks()]
+            second.addmm_(flat.t(), torch.cat(rows).view(-1, also.shape[-1]))
     return c, second
 
 
@@ -95,11 +95,16 @@ def abt_leaving(
     sums: list[tuple[int, int, Pending]] = []
     for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
         part = c.new_empty(sum(counts), *rest, features)
-        for block, offset, count in zip(part.split(counts), offsets, counts, strict=True):
-            flat = block.view(-1, features)
-            for index, (c, b) in enumerate(terms if count else ()):
-                rows = _rows(c, dim, offset + start, count)
-                torch.addmm(flat, rows, b.t(), beta=int(index > 0), out=flat)
+        flat = part.view(-1, features)
+        for index, (c, b) in enumerate(terms):
+            blocks = [
+                _rows(c, dim, offset + start, count)
+                for offset, count in zip(offsets, counts, strict=True)
+                if count
+            ]
+            rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+            rows = rows.reshape(-1, c.shape[-1])
+            torch.addmm(flat, rows, b.t(), beta=int(index > 0), out=flat)
         if bias is not None:
             part[..., bias[1] or slice(None)] += bias[0]
         count = counts[axis.index]

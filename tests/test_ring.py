@@ -1,0 +1,348 @@
+"""``ring``: the results of ``collective``, and an order of events in which transfers are hidden.
+
+The order is what the algorithm is for and no result shows it, so it is recorded: what a rank
+sends, waits for and multiplies, one letter each.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import world
+from models import grid_mesh, relative
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import PrepareModuleInput
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, comm, parallelize_module
+from torch_tp2d.deferred import Deferred, Gathering
+from torch_tp2d.prefetch import AHEAD
+
+TOLERANCE = 1e-12
+GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3)]
+DEEP = [pytest.param(*grid, marks=pytest.mark.deep) for grid in ((2, 4), (3, 3))]
+
+
+class Block(nn.Module):
+    """Three projections of one input and an MLP, residuals between."""
+
+    def __init__(self, hidden: int, inner: int, touches: bool = False) -> None:
+        super().__init__()
+        self.mix = Mix(hidden, touches)
+        self.w1 = nn.Linear(hidden, inner)
+        self.w2 = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(torch.tanh(x))
+        return x + self.w2(F.gelu(self.w1(torch.sin(x))))
+
+
+class Mix(nn.Module):
+    """What attention is to the styles: the projections of one input, combined."""
+
+    def __init__(self, hidden: int, touches: bool) -> None:
+        super().__init__()
+        self.touches = touches
+        self.wq = nn.Linear(hidden, hidden)
+        self.wk = nn.Linear(hidden, hidden, bias=False)
+        self.wv = nn.Linear(hidden, hidden)
+        self.wo = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.touches:
+            # Code of the user's that needs the gathered input itself.
+            x = x * (1 + x.square().mean(-1, keepdim=True))
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        return self.wo(torch.sigmoid(q) * torch.tanh(k) + v)
+
+
+def plan(**options: Any) -> dict[str, Any]:
+    return {
+        "*.mix": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "*.mix.w[qkv]": Colwise2D(**options),
+        "*.mix.wo": Rowwise2D(output_layouts=Shard(1), **options),
+        "*.w1": Colwise2D(input_layouts=Shard(1), **options),
+        "*.w2": Rowwise2D(output_layouts=Shard(1), **options),
+    }
+
+
+def model(hidden: int, inner: int, **args: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(hidden, inner, **args), Block(hidden, inner, **args)).double()
+
+
+def tokens(batch: int, sequence: int, hidden: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, sequence, hidden, generator=generator, dtype=torch.float64)
+
+
+def differences(one: nn.Module, several: nn.Module) -> list[float]:
+    return [
+        relative(b.grad.full_tensor(), a.grad)
+        for a, b in zip(one.parameters(), several.parameters(), strict=True)
+    ]
+
+
+def _beside_one_device(
+    rows: int, columns: int, sizes: tuple[int, int, int, int], options: dict[str, Any]
+) -> float:
+    """Two passes whose gradients add up; the largest difference in outputs and gradients."""
+    comm.PIECE_BYTES = 256
+    batch, sequence, hidden, inner = sizes
+    steps = options.pop("steps", ("plain", "plain"))
+    one = model(hidden, inner, touches=options.pop("touches", False))
+    mesh = grid_mesh(rows, columns)
+    several = parallelize_module(copy.deepcopy(one), mesh, plan(**options))
+    worst = 0.0
+    for step, kind in enumerate(steps):
+        whole = tokens(batch, sequence, hidden, step).requires_grad_()
+        placements = (Shard(0), Shard(1))
+        mine = distribute_tensor(whole.detach(), mesh, placements)
+        local = mine.to_local().clone().requires_grad_()
+        if kind == "recomputed":
+            y = local
+            for block in several:
+                y = checkpoint(block, y, use_reentrant=False)
+        elif kind == "inference":
+            with torch.no_grad():
+                several(local)
+            continue
+        else:
+            y = several(local)
+        expected = one(whole)
+        expected.square().mean().backward()
+        (y.square().sum() / expected.numel()).backward()
+        assert not isinstance(y, Deferred) and not isinstance(local.grad, Deferred)
+
+        shape, stride = whole.shape, whole.stride()
+
+        assert local.grad is not None and whole.grad is not None
+        for shard, truth in ((y.detach(), expected.detach()), (local.grad, whole.grad)):
+            found = DTensor.from_local(
+                shard, mesh, placements, shape=shape, stride=stride, run_check=False
+            )
+            worst = max(worst, relative(found.full_tensor(), truth))
+        if kind == "stepped":
+            for module in (one, several):
+                torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return max(worst, *differences(one, several))
+
+
+@pytest.mark.parametrize("rows,columns", [*GRIDS, *DEEP])
+def test_equals_one_device(rows: int, columns: int) -> None:
+    """Even and uneven tokens and features, in many rounds, weights kept or gathered again."""
+    for differs in world.run(rows * columns, _sizes_and_options, rows, columns):
+        assert differs <= TOLERANCE
+
+
+def _sizes_and_options(rows: int, columns: int) -> float:
+    worst = 0.0
+    even, uneven = (rows * 2, columns * 4, 24, 48), (rows + 1, columns * 3 + 1, 10, 14)
+    for sizes, reshard in ((even, False), (uneven, False), (uneven, True), (even, None)):
+        options = {"reshard_after_forward": reshard}
+        worst = max(worst, _beside_one_device(rows, columns, sizes, options))
+    return worst
+
+
+KINDS = {
+    "user code reads the gathered input": {"touches": True},
+    "recomputed": {"steps": ("recomputed", "plain", "recomputed")},
+    "inference between": {"steps": ("plain", "inference", "plain")},
+    "weights change between": {"steps": ("stepped", "stepped", "plain")},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_one_device_when(kind: str) -> None:
+    for differs in world.run(4, _beside_one_device, 2, 2, (4, 8, 24, 48), dict(KINDS[kind])):
+        assert differs <= TOLERANCE
+
+
+def test_the_first_of_q_k_and_v_gathers_for_all() -> None:
+    for differs in world.run(4, _unprepared):
+        assert differs <= TOLERANCE
+
+
+def _unprepared() -> float:
+    """q, k and v each given a sharded input: one gather, whose gradient they share."""
+    comm.PIECE_BYTES = 256
+    mesh = grid_mesh(2, 2)
+    one = model(24, 48)[0].mix
+    several = parallelize_module(
+        copy.deepcopy(one),
+        mesh,
+        {"w[qkv]": Colwise2D(input_layouts=Shard(1)), "wo": Rowwise2D(output_layouts=Shard(1))},
+    )
+    whole = tokens(4, 8, 24)
+    one(whole).square().mean().backward()
+    mine = whole.chunk(2)[mesh.get_local_rank(0)].chunk(2, 1)[mesh.get_local_rank(1)]
+    mine = mine.clone().requires_grad_()
+    with CommCounter(mesh) as counted:
+        (several(mine * 1).square().sum() / whole.numel()).backward()
+    # The input's shard is 2 x 4 x 24 doubles, 1536 B, and so is that of its gradient; wo moves
+    # as much; 8 B tell the ranks each other's number of tokens.
+    moved = sum(count for (axis, _), count in counted.bytes.items() if axis == "tp_col")
+    assert moved == 4 * 1536 + 8, str(counted)
+    return max(differences(one, several))
+
+
+class _Events(TorchDispatchMode):
+    """Transfers started (g gather, s scatter, r all-reduce), awaited (.) and products (x).
+
+    Capitals are along tp_row.
+    """
+
+    LETTERS = {"all_gather_into_tensor": "g", "all_to_all_single": "s", "all_reduce": "r"}
+
+    def __init__(self, row_group: str) -> None:
+        super().__init__()
+        self.row_group = row_group
+        self.seen = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._opname
+        if func.namespace == "_c10d_functional":
+            letter = self.LETTERS.get(name, ".")
+            in_row = letter != "." and args[-1] == self.row_group
+            self.seen += letter.upper() if in_row else letter
+        elif name in ("mm", "addmm", "addmm_"):
+            self.seen += "x"
+        return func(*args, **(kwargs or {}))
+
+
+def _order() -> tuple[str, str, str, str]:
+    mesh = grid_mesh(2, 2)
+    comm.PIECE_BYTES = 4 * 8 * 24  # a gather of the input in two rounds
+    torch.manual_seed(0)
+    several = parallelize_module(
+        nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24)).double(),
+        mesh,
+        {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(output_layouts=Shard(1))},
+    )
+    mine = tokens(2, 4, 24).requires_grad_()
+    seen = []
+    for _ in range(2):
+        forward, backward = (_Events(several[0]._tp2d.grid.row.group) for _ in range(2))
+        with forward:
+            loss = several(mine * 1).square().sum()
+        with backward:
+            loss.backward()
+        seen += [forward.seen, backward.seen]
+    return tuple(seen)
+
+
+def test_the_order_of_events() -> None:
+    """Both rounds of a gather are under way before the first is multiplied, and so on.
+
+    A pass begins with asking how many tokens the others have (``g.``): the input is local.
+    Forward: the weight's gather (``GGG``, in three pieces, the second time both weights') before
+    the input's (``gg``), each round multiplied when it is there and the next still travels
+    (``.x.x``); the output's rounds are multiplied and sent before either is waited for
+    (``xsxs..``). Backward: the gradient's rounds multiplied twice each, for the input and for the
+    weight (``.xx.xx``); the sums for bias and weight leave (``RSSS``); the input's gradient
+    leaves by rounds (``xsxs``) and the other weight's is multiplied and sent (``xSSS``) before
+    anything is waited for, if its gather was made ahead of time: not in the first pass, which
+    waits for the first weight's (``....``) before.
+    """
+    for events in world.run(4, _order):
+        assert events == (
+            "GGGg.gg....x.xGGG...xsxs..",
+            "gg.xx.xxRSSS....RxsxsxSSS......",
+            "GGGGGGg.gg....x.x...xsxs..",
+            "gg.xx.xxRSSSRxsxsxSSS..........",
+        )
+
+
+def _stale() -> tuple[float, int]:
+    """A weight that changes after it was gathered ahead of time, in the middle of a forward."""
+    mesh = grid_mesh(2, 1)
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    several = parallelize_module(copy.deepcopy(one), mesh, {"*": Colwise2D()})
+    worst = 0.0
+    for step in range(3):
+        for stack in (one, several):
+            for hook in list(stack[0]._forward_hooks):
+                del stack[0]._forward_hooks[hook]
+
+            def change(module: Any, args: Any, out: Any, last: Any = stack[1]) -> None:
+                with torch.no_grad():
+                    last.weight.mul_(1.5)
+
+            stack[0].register_forward_hook(change)
+        whole = tokens(2, 3, 6, step)
+        mine = whole.chunk(2)[mesh.get_local_rank(0)]
+        expected = one(whole).chunk(2)[mesh.get_local_rank(0)]
+        worst = max(worst, relative(several(mine), expected))
+    return worst, AHEAD
+
+
+def test_a_weight_changed_since_it_was_gathered_is_gathered_again() -> None:
+    for differs, ahead in world.run(2, _stale):
+        assert ahead > 0
+        assert differs <= TOLERANCE
+
+
+def _skipping() -> float:
+    """Modules in another order each time: nothing gathered ahead may be left over or mixed up."""
+    mesh = grid_mesh(2, 1)
+    torch.manual_seed(0)
+    one = nn.ModuleList(nn.Linear(6, 6) for _ in range(5)).double()
+    several = parallelize_module(copy.deepcopy(one), mesh, {"*": Colwise2D()})
+    worst = 0.0
+    for order in ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (0, 2, 4), (4, 1, 1, 3), (0, 1), (3, 4, 0)):
+        whole = tokens(2, 3, 6)
+        mine = whole.chunk(2)[mesh.get_local_rank(0)]
+        for index in order:
+            whole, mine = one[index](whole), several[index](mine)
+        worst = max(worst, relative(mine, whole.chunk(2)[mesh.get_local_rank(0)]))
+        whole.square().sum().backward()
+        mine.square().sum().backward()
+    return max(worst, *differences(one, several))
+
+
+def test_modules_in_another_order() -> None:
+    for differs in world.run(2, _skipping):
+        assert differs <= TOLERANCE
+
+
+def _as_a_tensor() -> None:
+    """What user code may do with a gathered input that is still on its way."""
+    mesh = grid_mesh(1, 2)
+    seen: list[Tensor] = []
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x)
+            batch, sequence, hidden = x.shape
+            assert isinstance(x, Tensor) and x.dtype == torch.float64 and x.requires_grad
+            assert "Gathering" in repr(x)
+            halves = x.view(batch, sequence, 2, hidden // 2).transpose(1, 2)
+            return halves.sum() + x[0, 0, 0] * len(x) + torch.cat([x, x]).mean() + x.max().item()
+
+    prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    module = parallelize_module(Reads(), mesh, {"": prepare})
+    whole = tokens(2, 4, 6).requires_grad_()
+    mine = whole.detach().chunk(2, 1)[mesh.get_local_rank(1)].clone().requires_grad_()
+    total = module(mine)
+    reference = (
+        whole.sum() + whole[0, 0, 0] * 2 + torch.cat([whole, whole]).mean() + whole.max().item()
+    )
+    torch.testing.assert_close(total, reference)
+    reference.backward()
+    total.backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(mine.grad, whole.grad.chunk(2, 1)[mesh.get_local_rank(1)])
+    assert isinstance(seen[0], Gathering)
+
+
+def test_a_gathered_input_is_an_ordinary_tensor_to_user_code() -> None:
+    world.run(2, _as_a_tensor)
