@@ -63,6 +63,7 @@ from plans import OURS, STOCK_PLANS, Sizes, build, build_share
 from torch_tp2d.groups import BACKEND
 
 BACKENDS = ("gloo", BACKEND)
+LINKS = {None: "of this machine", "none": "not shaped"}
 
 
 def grid(text: str) -> tuple[int, int]:
@@ -136,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = Sizes(args.layers, args.hidden, args.heads, args.batch, args.seq)
     if dist.get_rank() == 0:
         print(
-            f"{world} ranks, links {rate or 'not shaped'}, {args.layers} blocks, "
+            f"{world} ranks, links {LINKS.get(rate, rate)}, {args.layers} blocks, "
             f"hidden {args.hidden}, heads {args.heads}, sequence {args.seq}, batch {args.batch}, "
             f"fp32, {args.backend}, {args.repeats} timed steps",
             flush=True,

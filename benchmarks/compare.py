@@ -15,7 +15,7 @@ Cases:
                                16 ranks, links of 100 Mbit/s, 200 Mbit/s, 1 Gbit/s and not shaped
     16ranks-200mbit-batch16    the same tokens in 16 sequences, which FSDP can split over 16 ranks
     m0.5 ... m32               4 ranks, 200 Mbit/s, m = tokens / hidden (m = 8 is 4ranks-200mbit)
-    quick-200mbit ...          4 ranks, hidden 256, sequence 256: --quick, two minutes for three
+    quick-200mbit ...          4 ranks, hidden 256, sequence 128: --quick, two minutes for three
 
 torch's gloo has a rare race that ends a process by a signal (see torch_tp2d/groups.py), and the
 plans run on gloo as users have it, so a case in which that happens is run once more.
@@ -84,7 +84,7 @@ def all_cases() -> dict[str, Case]:
 def quick_cases() -> dict[str, Case]:
     """A small version of the benchmark."""
     cases = [
-        Case(f"quick-{label(rate)}", 4, rate, GRIDS[4], seq=256, hidden=256) for rate in RATES[1:]
+        Case(f"quick-{label(rate)}", 4, rate, GRIDS[4], seq=128, hidden=256) for rate in RATES[1:]
     ]
     return {case.name: case for case in cases}
 

@@ -80,7 +80,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         import matplotlib
 
         matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib import pyplot, ticker
     except ModuleNotFoundError as error:
         raise SystemExit(f"{error}: pip install 'torch_tp2d[bench]'") from None
 
@@ -102,7 +102,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set(title=title, xlabel=label, xscale="log", yscale="log")
         places = sorted({place for place, _ in group})
         axis.set_xticks(places, [tick(place, label) for place in places])
-        axis.minorticks_off()
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("seconds of a step")
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=5, fontsize=8)

@@ -55,7 +55,7 @@ class TestPredictedBytes:
     def test_is_what_the_collectives_of_each_plan_add_up_to(self) -> None:
         small = plans.Sizes(layers=1, hidden=256, heads=8, batch=4, seq=64)
         names = [name for name in plans.STOCK_PLANS if name != "cp-tp"] + ["tp2d"]
-        # What is efficient waits for what a fake group never sends.
+        # An efficient reduce-scatter makes a gloo group, which a fake world cannot connect.
         variants, refused = plans.build(names, [(2, 2)], small)
         assert not refused
         for variant in variants:
@@ -108,6 +108,26 @@ class TestResults:
         compare.save(results | {"machine": {"cpu": "another"}}, path)
         with pytest.raises(SystemExit, match="another machine"):
             compare.load(path)
+
+    @pytest.mark.parametrize(
+        "statuses, runs, failed", [([0], 1, False), ([139, 0], 2, False), ([1], 1, True)]
+    )
+    def test_a_killed_case_runs_once_more(
+        self, statuses: list[int], runs: int, failed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = list(statuses)
+
+        def run(arguments: list[str], env: dict[str, str]) -> int:
+            Path(arguments[-1]).write_text('{"plans": []}')
+            return left.pop(0)
+
+        monkeypatch.setattr(compare, "run_to_its_end", run)
+        case = compare.all_cases()["4ranks-1gbit"]
+        result = compare.run_case(case, ["tp"], 1, "gloo")
+        assert not left
+        assert len(result["notes"]) == runs - 1
+        assert ("failed" in result) == failed
+        assert ("plans" in result) != failed
 
     def test_cases_are_chosen_by_pattern(self) -> None:
         names = [case.name for case in compare.chosen(["m*", "4ranks-1gbit"], quick=False)]
