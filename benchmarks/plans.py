@@ -203,8 +203,9 @@ def stock_context_parallel(mesh: DeviceMesh, x: Tensor) -> Iterator[None]:
     Inside it ``x`` is this rank's part of the sequence, afterwards whole again.
 
     torch_tp2d gives DTensor a sharding rule for the CPU's attention kernel. With that rule
-    context_parallel goes on where by itself it says that it cannot, and its causal mask is then
-    wrong, because it has put the tokens into another order. So the rule is put aside.
+    context_parallel goes on where by itself it says that it cannot, and attention's result is no
+    longer split by sequence, which the model takes it to be: its loss is wrong. So the rule is
+    put aside.
     """
     rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     put_aside = {op: rules.pop(op) for op in CPU_ATTENTION if op in rules}
