@@ -11,7 +11,8 @@ GPU on a cluster.
 
 Every host runs the command with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK=0``, ``MASTER_ADDR``,
 ``MASTER_PORT``, ``GLOO_SOCKET_IFNAME`` and ``OMP_NUM_THREADS`` set, as torchrun would set them on
-N nodes of one process each. Rank 0's output is shown, the others' goes to log files.
+N nodes of one process each, and ``NETLAB_RATE``. Rank 0's output is shown, the others' goes to
+log files. With the rate ``none`` the links are as fast as this machine makes them.
 
 The exit status is the worst one among the ranks that ended by themselves (128 + the signal for
 one that was killed), 124 after ``--timeout``, 2 when the links could not be made. When one rank
@@ -41,6 +42,7 @@ PREFIX = "netlab"
 # can use the same addresses, and deleting the namespaces deletes everything.
 SWITCH = "switch"
 MAX_HOSTS = 254
+UNSHAPED = "none"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -99,6 +101,8 @@ def remove_leftovers() -> None:
 
 def shape(namespace: str, device: str, rate: str, delay: str) -> None:
     """Let ``device`` send no faster than ``rate``, each packet ``delay`` late."""
+    if rate == UNSHAPED:
+        return
     tc = ("tc", "-netns", namespace, "qdisc", "add", "dev", device)
     # The burst must hold a whole 64 KiB offloaded segment, or the bucket drops it.
     run_tool(*tc, *"root handle 1: tbf burst 256kb latency 400ms rate".split(), rate)
@@ -141,8 +145,8 @@ def network(hosts: int, rate: str, delay: str) -> Iterator[list[str]]:
         yield names
 
 
-def rank_environment(rank: int, hosts: int, port: int) -> dict[str, str]:
-    """The environment of one rank: ours, plus what torchrun would set."""
+def rank_environment(rank: int, hosts: int, port: int, rate: str) -> dict[str, str]:
+    """The environment of one rank: ours, plus what torchrun would set, and the links' rate."""
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", "1")
     env.update(
@@ -153,13 +157,14 @@ def rank_environment(rank: int, hosts: int, port: int) -> dict[str, str]:
         MASTER_ADDR=host_address(0),
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME=INTERFACE,
+        NETLAB_RATE=rate,
     )
     return env
 
 
 @contextmanager
 def processes(
-    command: Sequence[str], names: Sequence[str], port: int, log_dir: Path
+    command: Sequence[str], names: Sequence[str], port: int, rate: str, log_dir: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the command on every host; whatever still runs at the end is killed."""
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -171,7 +176,7 @@ def processes(
                 out = cleanup.enter_context((log_dir / f"rank{rank}.log").open("wb"))
             process = subprocess.Popen(
                 ["ip", "netns", "exec", name, *command],
-                env=rank_environment(rank, len(names), port),
+                env=rank_environment(rank, len(names), port, rate),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT if out else None,
@@ -243,7 +248,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("-n", "--hosts", type=int, default=4, help="hosts, one rank each (4)")
     parser.add_argument(
-        "-r", "--rate", default="1gbit", help="of each link, as tc writes it (1gbit)"
+        "-r", "--rate", default="1gbit", help="of each link, as tc writes it, or none (1gbit)"
     )
     parser.add_argument("-d", "--delay", default="0ms", help="of each packet, one way (0ms)")
     parser.add_argument("--port", type=int, default=29555, help="MASTER_PORT (29555)")
@@ -258,6 +263,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.command = args.command[1:]
     if not args.command:
         parser.error("no command: put it after --")
+    if args.rate == UNSHAPED and args.delay != parser.get_default("delay"):
+        parser.error("--delay needs a --rate")
     if not 1 <= args.hosts <= MAX_HOSTS:
         parser.error(f"--hosts must be 1 to {MAX_HOSTS}")
     return args
@@ -281,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remove_leftovers()
         with (
             network(args.hosts, args.rate, args.delay) as names,
-            processes(args.command, names, args.port, log_dir) as ranks,
+            processes(args.command, names, args.port, args.rate, log_dir) as ranks,
         ):
             statuses = wait_for(ranks, args.timeout, args.grace)
     except NetlabError as error:

@@ -1,0 +1,320 @@
+"""The parallel plans that the benchmark compares, and one rank's share of the work without any.
+
+tp        ColwiseParallel and RowwiseParallel on a line of ranks; norms and residuals whole
+tp-input  the same, its input prepared once by PrepareModuleInput, so that the gradients of
+          the q, k and v projections are summed before they are reduced, not after
+tp-sp     tp-input with SequenceParallel norms and a residual stream sharded by sequence
+fsdp      FSDP2 alone, the batch split over the ranks
+fsdp-tp   FSDP2 over 2, `tp` over the rest
+cp-tp     torch's context_parallel over 2 (which splits the sequence; the weights over the
+          same 2 by FSDP2), `tp` over the rest
+tp2d      the tp-sp plan with its two classes renamed to torch_tp2d's, on a grid;
+          `tp2d:NAME` asks its Linears for the algorithm NAME
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import Model
+from reduce_scatter import ExchangeReduceScatter, exchanged_reduce_scatters
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import torch_tp2d
+
+STOCK_PLANS = ("tp", "tp-input", "tp-sp", "fsdp", "fsdp-tp", "cp-tp")
+REDUCE_SCATTERING_PLANS = ("tp-sp", "fsdp", "fsdp-tp", "cp-tp")
+"""The stock plans that reduce-scatter, and so pay for how gloo does it."""
+OURS = "tp2d"
+SEED = 20240
+CPU_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+class NotRunnable(Exception):
+    """A plan cannot run these sizes on these ranks; the message says why."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and the global batch, all ranks together."""
+
+    layers: int
+    hidden: int
+    heads: int
+    batch: int
+    seq: int
+
+    @property
+    def elements(self) -> int:
+        """Of the input, ``[batch, seq, hidden]``."""
+        return self.batch * self.seq * self.hidden
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a plan divides the work of a step.
+
+    ``rows`` split the tokens, ``columns`` the heads and the features in the middle of the
+    feed-forward; with ``norms_split`` the columns also split the tokens that the norms see.
+    """
+
+    rows: int
+    columns: int
+    norms_split: bool = False
+
+
+@dataclass
+class Variant:
+    """One plan, ready to step, and what was seen of it.
+
+    ``copies`` is on how many ranks each element of the output is; ``gradient_scale`` undoes the
+    average that FSDP takes over its ranks, so that every plan computes the same gradients;
+    ``around`` is entered for each step. A ``tentative`` plan may turn out not to run at all.
+    """
+
+    name: str
+    model: nn.Module
+    local_input: Tensor
+    share: Share
+    copies: int = 1
+    gradient_scale: int = 1
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    tentative: bool = False
+    efficient: bool = False
+    seconds: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    step_memory: list[float] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """The name, and whether its reduce-scatter was replaced."""
+        return f"{self.name} (efficient reduce-scatter)" if self.efficient else self.name
+
+    def step(self, elements: int) -> Tensor:
+        """Forward and backward; returns this rank's share of the loss."""
+        with self.around():
+            out = self.model(self.local_input)
+            loss = out.float().pow(2).sum() / elements
+            (loss * self.gradient_scale).backward()
+            for parameter in self.model.parameters():
+                grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
+                # A step that leaves a transfer running has not ended.
+                if isinstance(grad, AsyncCollectiveTensor):
+                    grad.wait()
+        return loss.detach() / self.copies
+
+
+def line_plan() -> dict[str, ParallelStyle]:
+    """Tensor parallelism alone."""
+    return {
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wk": ColwiseParallel(),
+        "layers.*.attention.wv": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(),
+    }
+
+
+def line_input_plan() -> dict[str, ParallelStyle]:
+    """Tensor parallelism with one gradient reduction for the three projections."""
+    prepare = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    return {"layers.*.attention": prepare, **line_plan()}
+
+
+def sequence_plan(
+    colwise: Callable[..., ParallelStyle], rowwise: Callable[..., ParallelStyle]
+) -> dict[str, ParallelStyle]:
+    """Tensor and sequence parallelism, in the shape of PyTorch's tutorial plan."""
+    prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return {
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": prepare,
+        "layers.*.attention.wq": colwise(),
+        "layers.*.attention.wk": colwise(),
+        "layers.*.attention.wv": colwise(),
+        "layers.*.attention.wo": rowwise(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": prepare,
+        "layers.*.feed_forward.w1": colwise(),
+        "layers.*.feed_forward.w2": rowwise(output_layouts=Shard(1)),
+    }
+
+
+def shard_blocks(model: Model, mesh: DeviceMesh) -> None:
+    """FSDP2 as its documentation applies it: block by block, then the root."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def use_efficient_reduce_scatter(model: Model) -> None:
+    """Have FSDP2 reduce-scatter by exchanging shards and summing them."""
+    for module in (*model.layers, model):
+        module.set_custom_reduce_scatter(ExchangeReduceScatter())
+
+
+def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's equal part of ``x`` along ``dim``, over a one-dimensional mesh."""
+    what = ("a batch", "a sequence")[dim]
+    if x.shape[dim] % mesh.size():
+        raise NotRunnable(f"{what} of {x.shape[dim]} does not split over {mesh.size()} ranks")
+    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+
+
+def build_line(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
+    """The stock plans on a line of all ranks."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    if name == "tp-sp":
+        parallelize_module(model, mesh, sequence_plan(ColwiseParallel, RowwiseParallel))
+        around = exchanged_reduce_scatters if efficient else nullcontext
+        return Variant(name, model, part(x, 1, mesh), Share(1, world, True), around=around)
+    parallelize_module(model, mesh, line_plan() if name == "tp" else line_input_plan())
+    return Variant(name, model, x, Share(1, world), copies=world)
+
+
+@contextmanager
+def stock_context_parallel(mesh: DeviceMesh, x: Tensor) -> Iterator[None]:
+    """torch's context_parallel over ``mesh``, as it is without torch_tp2d.
+
+    Inside it ``x`` is this rank's part of the sequence, afterwards whole again.
+
+    torch_tp2d gives DTensor a sharding rule for the CPU's attention kernel. With that rule
+    context_parallel goes on where by itself it says that it cannot, and attention's result is no
+    longer split by sequence, which the model takes it to be: its loss is wrong. So the rule is
+    put aside.
+    """
+    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    put_aside = {op: rules.pop(op) for op in CPU_ATTENTION if op in rules}
+    try:
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            yield
+    finally:
+        rules.update(put_aside)
+
+
+def build_fsdp(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
+    """FSDP2, alone or over tensor parallelism, with or without context parallelism."""
+    world = dist.get_world_size()
+    if name == "fsdp":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        variant = Variant(name, model, part(x, 0, mesh), Share(world, 1), gradient_scale=world)
+    else:
+        if world < 4 or world % 2:
+            raise NotRunnable(f"{name} needs an even number of ranks, 4 or more, got {world}")
+        tp = world // 2
+        both = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, both["tp"], line_plan())
+        mesh = both["dp"]
+        variant = Variant(name, model, x, Share(2, tp), copies=tp, gradient_scale=2)
+        if name == "cp-tp":
+            variant.around = partial(stock_context_parallel, mesh, x)
+            variant.tentative = True
+        else:
+            variant.local_input = part(x, 0, mesh)
+    shard_blocks(model, mesh)
+    if efficient:
+        use_efficient_reduce_scatter(model)
+    return variant
+
+
+def build_grid(name: str, model: Model, x: Tensor, grid: tuple[int, int]) -> Variant:
+    """The tp-sp plan on a grid: two classes renamed, and the mesh."""
+    _, _, algorithm = name.partition(":")
+    options: dict[str, Any] = {"algorithm": algorithm} if algorithm else {}
+    plan = sequence_plan(
+        partial(torch_tp2d.Colwise2D, **options), partial(torch_tp2d.Rowwise2D, **options)
+    )
+    mesh = init_device_mesh("cpu", grid, mesh_dim_names=("tp_row", "tp_col"))
+    try:
+        torch_tp2d.parallelize_module(model, mesh, plan)
+    except ValueError as error:
+        raise NotRunnable(str(error)) from error
+    tokens = part(part(x, 0, mesh["tp_row"]), 1, mesh["tp_col"])
+    return Variant(f"{name} {grid[0]}x{grid[1]}", model, tokens, Share(*grid, True))
+
+
+def fresh_model(sizes: Sizes, parts: int = 1) -> Model:
+    """The same weights each time, on every rank."""
+    torch.manual_seed(SEED)
+    return Model(sizes.layers, sizes.hidden, sizes.heads, parts)
+
+
+def build(
+    names: list[str], grids: list[tuple[int, int]], sizes: Sizes
+) -> tuple[list[Variant], dict[str, str]]:
+    """Every variant asked for, all from the same weights and input.
+
+    Returns them, and for each plan that cannot run the reason why.
+    """
+    generator = torch.Generator().manual_seed(SEED + 1)
+    x = torch.randn(sizes.batch, sizes.seq, sizes.hidden, generator=generator)
+    world = dist.get_world_size()
+    variants: list[Variant] = []
+    refused: dict[str, str] = {}
+    for name in names:
+        if name.partition(":")[0] == OURS:
+            for grid in grids:
+                try:
+                    variants.append(build_grid(name, fresh_model(sizes), x, grid))
+                except NotRunnable as error:
+                    refused[f"{name} {grid[0]}x{grid[1]}"] = str(error)
+            continue
+        on_line = name.startswith("tp")
+        builder = build_line if on_line else build_fsdp
+        columns = world if on_line else max(1, world // 2)
+        if name != "fsdp" and sizes.heads % columns:
+            refused[name] = f"{sizes.heads} heads do not split over {columns} ranks"
+            continue
+        for efficient in (False, True) if name in REDUCE_SCATTERING_PLANS else (False,):
+            try:
+                variant = builder(name, fresh_model(sizes), x.clone(), efficient)
+            except NotRunnable as error:
+                refused[name] = str(error)
+                break
+            variant.efficient = efficient
+            variants.append(variant)
+    return variants, refused
+
+
+def build_share(share: Share, sizes: Sizes) -> Variant:
+    """One rank's share of the step in plain PyTorch, without a plan and without a transfer.
+
+    A stack of the same blocks as narrow as the plan makes them (heads and feed-forward divided
+    by ``columns``), on ``batch / rows`` sequences. Where the plan splits the tokens of norms and
+    residuals too, those see ``seq / columns`` of them, and a copy and a slice stand where the
+    plan gathers and scatters.
+    """
+    model = fresh_model(sizes, share.columns)
+    kept = sizes.seq // share.columns if share.norms_split else sizes.seq
+    if share.norms_split:
+        for layer in model.layers:
+            for module in (layer.attention, layer.feed_forward):
+                module.register_forward_pre_hook(lambda _, x: x[0].repeat(1, share.columns, 1))
+                module.register_forward_hook(lambda _, __, y: y[:, :kept])
+    generator = torch.Generator().manual_seed(SEED + 2)
+    x = torch.randn(sizes.batch // share.rows, kept, sizes.hidden, generator=generator)
+    return Variant("compute alone", model, x, share)

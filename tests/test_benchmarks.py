@@ -1,0 +1,153 @@
+"""The benchmark's arithmetic and bookkeeping. What it measures is not tested."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import compare
+import measure
+import plans
+import plot
+import traffic
+
+SIZES = plans.Sizes(layers=2, hidden=512, heads=8, batch=8, seq=512)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class TestPredictedBytes:
+    @pytest.mark.parametrize(
+        "plan, share, megabytes",
+        [
+            ("tp", plans.Share(1, 4), 151.0),
+            ("tp-input", plans.Share(1, 4), 100.7),
+            ("tp-sp", plans.Share(1, 4, True), 100.7),
+            ("fsdp", plans.Share(4, 1), 56.6),
+            ("fsdp-tp", plans.Share(2, 2), 69.2),
+            ("tp2d", plans.Share(2, 2, True), 52.4),
+        ],
+    )
+    def test_of_the_block(self, plan: str, share: plans.Share, megabytes: float) -> None:
+        predicted = traffic.predicted_bytes(plan, share, SIZES)
+        assert predicted == pytest.approx(megabytes * 1e6, rel=1e-3)
+
+    def test_a_grid_contains_a_line_of_tp_sp_and_fsdp(self) -> None:
+        for share, plan in ((plans.Share(1, 4), "tp-sp"), (plans.Share(4, 1), "fsdp")):
+            grid = traffic.predicted_bytes("tp2d", share, SIZES)
+            assert grid == traffic.predicted_bytes(plan, share, SIZES)
+
+    @pytest.mark.usefixtures("four_ranks")
+    def test_is_what_the_collectives_of_each_plan_add_up_to(self) -> None:
+        small = plans.Sizes(layers=1, hidden=256, heads=8, batch=4, seq=64)
+        names = [name for name in plans.STOCK_PLANS if name != "cp-tp"] + ["tp2d"]
+        # An efficient reduce-scatter makes a gloo group, which a fake world cannot connect.
+        variants, refused = plans.build(names, [(2, 2)], small)
+        assert not refused
+        for variant in variants:
+            if variant.efficient:
+                continue
+            with traffic.WireCounter() as counter:
+                variant.step(small.elements)
+            name = variant.name.partition(" ")[0]
+            predicted = traffic.predicted_bytes(name, variant.share, small)
+            assert counter.total_bytes == pytest.approx(predicted, rel=0.02), name
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_sizes_that_do_not_split_are_reasons_not_omissions() -> None:
+    small = plans.Sizes(layers=1, hidden=24, heads=3, batch=2, seq=4)
+    variants, refused = plans.build(["tp", "fsdp", "tp2d:bmr"], [(4, 1)], small)
+    assert not variants
+    assert refused["tp"] == "3 heads do not split over 4 ranks"
+    assert refused["fsdp"] == "a batch of 2 does not split over 4 ranks"
+    assert "square" in refused["tp2d:bmr 4x1"]
+
+
+def test_bytes_per_second() -> None:
+    assert measure.bytes_per_second("200mbit") == 25e6
+    assert measure.bytes_per_second("1gbit") == 125e6
+    assert math.isinf(measure.bytes_per_second("none"))
+    with pytest.raises(ValueError, match="write it as in"):
+        measure.bytes_per_second("fast")
+
+
+class TestResults:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        path = tmp_path / "results" / "all.json"
+        results = compare.load(path)
+        case = compare.all_cases()["8ranks-1gbit"]
+        wanted = compare.settings(case, ["tp", "tp2d"], 5, "gloo")
+        results["cases"][case.name] = {"settings": wanted}
+        compare.save(results, path)
+        found = compare.load(path)
+        assert found == results
+        done = found["cases"][case.name]
+        assert compare.is_done(done, wanted)
+        assert not compare.is_done(done, compare.settings(case, ["tp"], 5, "gloo"))
+        assert not compare.is_done(done | {"failed": "exit status 1"}, wanted)
+        assert not compare.is_done(None, wanted)
+
+    def test_of_another_machine_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "all.json"
+        results = compare.load(path)
+        compare.save(results | {"machine": {"cpu": "another"}}, path)
+        with pytest.raises(SystemExit, match="another machine"):
+            compare.load(path)
+
+    @pytest.mark.parametrize(
+        "statuses, runs, failed", [([0], 1, False), ([139, 0], 2, False), ([1], 1, True)]
+    )
+    def test_a_killed_case_runs_once_more(
+        self, statuses: list[int], runs: int, failed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = list(statuses)
+
+        def run(arguments: list[str], env: dict[str, str]) -> int:
+            Path(arguments[-1]).write_text('{"plans": []}')
+            return left.pop(0)
+
+        monkeypatch.setattr(compare, "run_to_its_end", run)
+        case = compare.all_cases()["4ranks-1gbit"]
+        result = compare.run_case(case, ["tp"], 1, "gloo")
+        assert not left
+        assert len(result["notes"]) == runs - 1
+        assert ("failed" in result) == failed
+        assert ("plans" in result) != failed
+
+    def test_cases_are_chosen_by_pattern(self) -> None:
+        names = [case.name for case in compare.chosen(["m*", "4ranks-1gbit"], quick=False)]
+        assert names == ["4ranks-1gbit", "m0.5", "m1", "m2", "m4", "m16", "m32"]
+        with pytest.raises(SystemExit, match="no case"):
+            compare.chosen(["m3"], quick=False)
+
+    def test_every_case_that_the_names_promise(self) -> None:
+        for name, case in compare.all_cases().items():
+            if name.startswith("m"):
+                assert case.batch * case.seq == float(name[1:]) * case.hidden
+
+    def test_panels(self) -> None:
+        def panels(*names: str) -> list[tuple[str, str, list[float]]]:
+            everything: dict[str, Any] = compare.all_cases()
+            cases = [vars(everything[name]) for name in names]
+            return [(t, axis, [at for at, _ in group]) for t, axis, group in plot.panels(cases)]
+
+        rates = "4 ranks, m = 8", "link rate, Mbit/s", [200.0, 1000.0, plot.UNSHAPED_MBIT]
+        places = "4 ranks, links of 200mbit", "m = tokens / hidden", [0.5, 8.0]
+        found = panels("4ranks-unshaped", "4ranks-1gbit", "4ranks-200mbit", "m0.5")
+        assert found == [rates, places]
+        assert panels("4ranks-1gbit", "8ranks-200mbit") == []
