@@ -479,6 +479,23 @@ class Colwise2D(_MatmulStyle):
     ``tp_row``. On an ``nn.Embedding`` ``W[V, H]`` the hidden dim lies over ``tp_col``, the
     vocabulary over ``tp_row``, and the ids are whole on every rank.
 
+    With ``dataflow="weight_stationary"`` the weight lies as above and never moves, and neither
+    does its gradient. For few tokens, as in decoding:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input (wanted)   ``(Shard(-1), Replicate())``    ``[B, S, K/R]``
+    result           ``(Partial(), Shard(-1))``      ``[B, S, N/C]``
+    ===============  ==============================  ==============================
+
+    The input is brought there from ``input_layouts`` and the result to ``output_layouts``, which
+    mean what they always do and have the same defaults. What moves least is an input in the
+    transposed layout, ``(Shard(-1), Shard(1))``, gathered along ``tp_col``, or of whole tokens,
+    ``(Shard(-1), Replicate())``, gathered by nobody; and an output summed along ``tp_row``:
+    ``(Shard(0), Shard(-1))`` or ``(Replicate(), Shard(-1))``. ``tutorials/decode.py`` is a whole
+    model laid out so.
+
     Keyword Args:
         input_layouts: layout of a local input tensor, by default ``Replicate()``: a single
             Placement is the one on ``tp_col``, ``tp_row`` stays ``Shard(row_dim)``; a pair is
@@ -488,9 +505,10 @@ class Colwise2D(_MatmulStyle):
             ``tp_row``.
         use_local_output: hand on a local tensor (default) or a DTensor of the global shape.
         row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
-        dataflow: ``"auto"``.
+        dataflow: ``"auto"``, the style's own (above), or ``"weight_stationary"``. An embedding's
+            weight never moves, whatever the dataflow.
         algorithm: ``"auto"``, ``"collective"``, ``"summa"``, ``"bmr"`` or ``"cannon"``; the last
-            two need a square grid.
+            two need a square grid. A weight that stays takes the first two only.
         reshard_after_forward: free the gathered weight after forward and gather it again in
             backward (default, as in FSDP2), or keep it: 1/C of the weight more memory, a third
             less weight traffic. The algorithms other than ``"collective"`` gather no weight.
@@ -502,10 +520,13 @@ class Colwise2D(_MatmulStyle):
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.
         ValueError: for an unknown option, a mesh that is not ``("tp_row", "tp_col")``, a square
-            algorithm on an oblong grid, or parameters that are on another mesh already.
+            algorithm on an oblong grid, an algorithm that moves a weight that is to stay, or
+            parameters that are on another mesh already.
 
     Source: TP2D (doi 10.11992/tis.202411023), section 2; our count of what moves is
-    ``(C-1)/C * M/R * K + (R-1)/R * K*N/C`` elements received per device in forward.
+    ``(C-1)/C * M/R * K + (R-1)/R * K*N/C`` elements received per device in forward, and
+    ``(C-1)/C * M * K/R + (R-1)/R * M * N/C`` weight stationary between transposed and feature
+    layout (:func:`torch_tp2d.planner.cost.linear_traffic`).
 
     Example::
 
@@ -539,11 +560,26 @@ class Rowwise2D(_MatmulStyle):
     vocabulary lies over ``tp_col`` and the hidden dim over ``tp_row``, the layout of a tied
     :class:`Colwise2D` head; the ids are whole on every rank.
 
+    With ``dataflow="weight_stationary"`` the weight lies as above and never moves, and neither
+    does its gradient; the bias lies as above too, and its gradient is summed along ``tp_row``:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input (wanted)   ``(Replicate(), Shard(-1))``    ``[B, S, K/C]``
+    result           ``(Shard(-1), Partial())``      ``[B, S, N/R]``
+    ===============  ==============================  ==============================
+
+    An input in the feature layout is gathered along ``tp_row``; an output is summed along
+    ``tp_col`` alone if ``output_layouts`` is the transposed ``(Shard(-1), Shard(1))`` or, with
+    whole tokens, ``(Shard(-1), Replicate())``.
+
     The keyword arguments and errors are :class:`Colwise2D`'s; ``input_layouts`` is ``Shard(-1)``
     and ``output_layouts`` ``Replicate()`` by default.
 
     Source: TP2D (doi 10.11992/tis.202411023), section 2; received per device in forward:
-    ``(R-1)/R * K*N/C + (C-1)/C * M/R * N`` elements.
+    ``(R-1)/R * K*N/C + (C-1)/C * M/R * N`` elements; weight stationary, from feature to
+    transposed layout, ``(R-1)/R * M * K/C + (C-1)/C * M * N/R``.
 
     Example::
 
@@ -571,6 +607,8 @@ class Block2DParallel(_MatmulStyle):
     ===============  ==============================  ==============================
 
     The keyword arguments and errors are :class:`Colwise2D`'s; it does not take an embedding.
+    Weight stationary, ``X`` is brought to ``(Shard(-1), Replicate())`` and the result, a sum along
+    ``tp_row``, to the feature layout, as by Colwise2D.
 
     Source: TP2D (doi 10.11992/tis.202411023), Algorithm 1 with ``algorithm="bmr"``.
 

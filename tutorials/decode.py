@@ -36,7 +36,8 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.head_dim = hidden // heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.wq, self.wk, self.wv = (nn.Linear(hidden, hidden, bias=False) for _ in range(3))
+        self.wo = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
         # As many heads as the projections give: on a grid a rank has its own.
