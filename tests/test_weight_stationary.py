@@ -330,6 +330,37 @@ def test_it_is_one_graph() -> None:
     no_difference(world.run(4, _compiled), TOLERANCE)
 
 
+def _autocast() -> list[float]:
+    mesh = grid_mesh(2, 2)
+    found = []
+    for style in (Colwise2D, Rowwise2D):
+        reference = nn.Linear(24, 48)
+        model = copy.deepcopy(reference)
+        whole = (Replicate(), Replicate())
+        parallelize_module(
+            model,
+            mesh,
+            style(input_layouts=whole, output_layouts=whole, dataflow=STATIONARY),
+        )
+        x = noise(4, 6, 24).float().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+        assert x.grad is not None and x.grad.dtype == torch.float32
+        assert model.weight.grad.dtype == model.bias.grad.dtype == torch.float32
+        # Every rank was given the reference of rank 0.
+        found.append(
+            relative(y.float(), F.linear(x, *(p.full_tensor() for p in (model.weight, model.bias))))
+        )
+    return found
+
+
+def test_autocast() -> None:
+    for result in world.run(4, _autocast):
+        assert all(0 < worst < 2**-6 for worst in result), result
+
+
 # What moves, counted.
 
 B, S, K, N = 8, 12, 24, 48
@@ -624,6 +655,21 @@ class TestArithmetic(TestCase):
                     counted = _counted(module, (batch, 1, K), takes, mesh)
                     totals.append([counter.total_bytes for counter in counted])
             self.assertEqual([2 * part for part in totals[0]], totals[1])
+
+    def test_a_block_moves_what_the_readme_says(self) -> None:
+        """18 m (n-1)/n^2, beside the statistics of its two norms."""
+        hidden = 48
+        for n in (2, 4):
+            totals = []
+            for layers in (1, 2):
+                with fake_grid(n, n) as mesh:
+                    model = Decoder(16, 8, hidden, heads=8, layers=layers)
+                    parallelize_module(model, mesh, plan())
+                    with torch.no_grad(), CommCounter(mesh) as comm:
+                        model(torch.zeros(n, 1, dtype=torch.int64))
+                    totals.append(comm.total_bytes / WORD)
+            norms = 2 * 2 * 2 * (n - 1) / n * n
+            self.assertEqual(totals[1] - totals[0] - norms, 18 * n * hidden * (n - 1) / n**2)
 
     def test_with_few_tokens_it_moves_far_less(self) -> None:
         sizes = {"in_features": 4096, "out_features": 4096, "rows": 2, "columns": 2}

@@ -60,9 +60,10 @@ def linear_traffic(
     round, Block2DParallel the feature layout to both. A dataflow whose own residual stream is not
     ``stream`` pays ``(R-1)/R`` of a shard for the way from one to the other, each way.
 
-    What is whole along an axis where these are split (``(Shard(-1), Replicate())`` for a single
-    token, ``(Replicate(), Shard(-1))`` between the two Linears of an MLP) moves as much in
-    sum: its producer all-reduces where it would reduce-scatter, and its consumer gathers nothing.
+    Where tokens are whole instead of split (``(Shard(-1), Replicate())`` for a single token,
+    ``(Replicate(), Shard(-1))`` between the two Linears of an MLP) the producer all-reduces, twice
+    what it would reduce-scatter, and the consumer gathers nothing: between one producer and one
+    consumer, as much in sum.
 
     Args:
         rule: the style's, :data:`torch_tp2d.layouts.COLWISE`, ``ROWWISE`` or ``BLOCK``.
