@@ -8,7 +8,7 @@ This is what each rank runs; ``compare.py`` starts it for many sizes, rates and 
 
 A step is forward and backward, without the optimizer, of a stack of GPT blocks with neither
 embedding nor head: the input is a fixed hidden tensor and the loss the mean square of the output.
-Every plan (see ``plans.py``) starts from the same weights and the same global batch, and a plan
+Every plan (see ``variants.py``) starts from the same weights and the same global batch, and a plan
 whose loss or gradient norm differs from the first one's ends the run: what is timed is the same
 arithmetic. A plan that cannot run gets a line that says why.
 
@@ -58,7 +58,7 @@ from measure import (
     table,
     warm_up,
 )
-from plans import OURS, STOCK_PLANS, Sizes, build, build_share
+from variants import OURS, STOCK_PLANS, Sizes, build, build_share
 
 from torch_tp2d.groups import BACKEND
 

@@ -97,7 +97,7 @@ def label(rate: str) -> str:
 def default_plans() -> list[str]:
     """The stock plans, ours as it comes, and ours with each of its algorithms."""
     # Here, because torch takes seconds to import and --list does not need it.
-    from plans import OURS, STOCK_PLANS
+    from variants import OURS, STOCK_PLANS
 
     from torch_tp2d.ops.matmul import ALGORITHMS
 

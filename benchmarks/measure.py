@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plans import SEED, Share, Sizes, Variant
 from torch import nn
 from torch.distributed.tensor import DTensor
 from traffic import WireCounter, predicted_bytes
+from variants import SEED, Share, Sizes, Variant
 
 # Sums of a few million fp32 terms in another order agree to about 1e-6.
 TOLERANCE = 1e-5

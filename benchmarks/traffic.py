@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from plans import OURS, Share, Sizes
 from torch.distributed.device_mesh import init_device_mesh
+from variants import OURS, Share, Sizes
 
 from torch_tp2d import CommCounter
 
@@ -35,8 +35,8 @@ def predicted_bytes(plan: str, share: Share, sizes: Sizes) -> float | None:
     - on a line, with a all-reduces: ``2a X (n-1)/n``; with sequence parallelism four all-gathers
       and four reduce-scatters, ``8 X (n-1)/n``;
     - in FSDP two all-gathers and a reduce-scatter of the weights, ``3 W (n-1)/n``;
-    - on R rows and C columns: ``2a X/R (C-1)/C + 3 W/C (R-1)/R``, with 8 for 2a on a torch_tp2d
-      grid.
+    - on R rows and C columns: ``2a X/R (C-1)/C + 3 W/C (R-1)/R``; on a torch_tp2d grid 8 for 2a,
+      and 2 for 3, since gathered weights are kept for backward.
 
     Biases and norms, less than one in a hundred for hidden 256 and more, are left out. None for
     context parallelism, which is not in that arithmetic.
@@ -46,7 +46,7 @@ def predicted_bytes(plan: str, share: Share, sizes: Sizes) -> float | None:
     activations = 8.0 if plan in ("tp-sp", OURS) else 2.0 * ALL_REDUCES.get(plan, 0)
     matrices = MATRICES * sizes.hidden**2 / share.columns
     block = activations * sizes.elements / share.rows * others(share.columns)
-    block += 3 * matrices * others(share.rows)
+    block += (2 if plan == OURS else 3) * matrices * others(share.rows)
     return block * sizes.layers * WIDTH
 
 
@@ -80,8 +80,3 @@ class WireCounter(CommCounter):
             self.bytes["fsdp", func._opname] += received_by_c10d(func._opname, args)
             self.calls["fsdp", func._opname] += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _count(self, op: str, args: tuple[Any, ...]) -> None:
-        # It has the name of a collective's namespace, and moves nothing.
-        if op != "_wrap_tensor_autograd":
-            super()._count(op, args)

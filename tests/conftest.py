@@ -7,9 +7,12 @@ import pytest
 
 # The fork server, which is a process of its own, imports the tests' helpers too.
 _here = os.path.dirname(__file__)
-_paths = [_here, os.path.dirname(_here), os.environ.get("PYTHONPATH", "")]
+_root = os.path.dirname(_here)
+_examples = os.path.join(_root, "tutorials")
+_paths = [_here, _root, os.environ.get("PYTHONPATH", ""), _examples]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _paths if path)
 sys.path[:0] = [_here]
+sys.path.append(_examples)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

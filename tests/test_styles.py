@@ -351,6 +351,36 @@ def test_linear_styles_equal_one_device(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _linear_styles, rows, columns))
 
 
+def _both_axes_change(rows: int, columns: int) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    worst = {}
+    for given in (
+        (Replicate(), Shard(0)),
+        (Shard(1), Shard(0)),
+        (Shard(1), Shard(1)),
+        (Shard(-1), Shard(1)),
+        (Shard(-1), Shard(-1)),
+    ):
+        found = compare(
+            _linear("bias", 7, 11),
+            Colwise2D(input_layouts=given),
+            mesh,
+            noise(4, 6, 7, seed=1),
+            noise(4, 6, 11, seed=2),
+            given,
+            (Shard(0), Shard(-1)),
+        )
+        worst |= {f"{what} {given}": value for what, value in found.items()}
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 2)])
+def test_an_input_may_change_on_both_axes(rows: int, columns: int) -> None:
+    """Where tp_col had to let go of a dim before tp_row took it, the input's gradient was summed
+    along tp_col twice: C times too large."""
+    no_difference(world.run(rows * columns, _both_axes_change, rows, columns))
+
+
 def _other_ranks(rows: int, columns: int) -> dict[str, float]:
     """``[N, K]`` and ``[A, B, S, K]`` inputs, the default layouts, a single Placement."""
     mesh = grid_mesh(rows, columns)

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["CommCounter"]
 
+_MOVES_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
+
 
 def _received(op: str, args: Sequence[Any], ranks: int) -> int:
     """Elements that one rank receives in a functional collective of ``ranks`` ranks."""
@@ -54,7 +56,7 @@ class CommCounter(TorchDispatchMode):
         super().__init__()
         names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
         # By their ranks: on gloo our collectives run on groups other than the mesh's.
-        self._axes = {_ranks(mesh.get_group(name)): name for name in names}
+        self._axes = {_ranks(mesh.get_group(dim)): name for dim, name in enumerate(names)}
         self.calls: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
 
@@ -70,7 +72,7 @@ class CommCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
-        if op == "wait_tensor":
+        if op in _MOVES_NOTHING:
             return
         group = args[-1]
         if isinstance(group, str):

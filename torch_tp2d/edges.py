@@ -33,6 +33,7 @@ def enter(
     row_dim: int,
     features: int | None,
     *,
+    whole_grad: bool = False,
     arriving: bool = False,
 ) -> Tensor:
     """An input as the local shard that an op takes.
@@ -40,22 +41,28 @@ def enter(
     Args:
         x: a DTensor on the mesh or on its ``tp_col`` sub-mesh, or a local tensor laid out as
             ``declared``.
-        wanted: the op's layout. If it replicates along ``tp_col``, the op's gradient for it is
+        wanted: the op's layout. Where it replicates along an axis, the op's gradient for it is
             a partial sum there.
         features: global size of the last dim.
+        whole_grad: the op's gradient is whole where ``wanted`` replicates.
         arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering`.
     """
-    given, shape, own_account = x, None, False
+    given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
         declared = normalize(grid.layout(x, row_dim), x.ndim)
         if x.device_mesh == grid.mesh:
             shape = tuple(x.shape)
         if x.device_mesh == grid.mesh and x.is_floating_point():
             # DTensor keeps account of a partial gradient by itself: no collective of ours.
-            own_account = isinstance(declared[1], Replicate) and isinstance(wanted[1], Replicate)
-            grads = reduced(declared)
-            grads = (grads[0], Partial()) if own_account else grads
-            x = x.to_local(grad_placements=grid.placements(grads))
+            own_account = [
+                isinstance(have, Replicate) and isinstance(want, Replicate) and not whole_grad
+                for have, want in zip(declared, wanted, strict=True)
+            ]
+            on_row, on_col = (
+                Partial() if own else placement
+                for own, placement in zip(own_account, reduced(declared), strict=True)
+            )
+            x = x.to_local(grad_placements=grid.placements((on_row, on_col)))
         else:
             x = x.to_local()
     else:
@@ -64,11 +71,14 @@ def enter(
     twin = getattr(given, "_tp2d_partial", None)
     if twin is not None and declared == wanted == twin[0]:
         return twin[1]
-    partial_grad = isinstance(wanted[1], Replicate) and x.is_floating_point() and not own_account
+    summed = x.is_floating_point() and not whole_grad
+    row_grad, col_grad = (
+        summed and isinstance(want, Replicate) and not own
+        for want, own in zip(wanted, own_account, strict=True)
+    )
     shares = (
-        partial_grad
-        and declared[0] == wanted[0]
-        and grid.col.size > 1
+        col_grad
+        and (grid.col.size > 1 or declared[0] != wanted[0])
         and not torch.compiler.is_compiling()
         and not given.is_inference()
         # What is kept on a leaf refers back to it, through the node that collects its gradient.
@@ -81,11 +91,12 @@ def enter(
         shared = getattr(given, "_tp2d_gathered", None)
         if shared is not None and shared[0] == key:
             return shared[1]
-    if arriving and shares and isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1:
+    by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
+    if arriving and shares and by_rows and declared[0] == wanted[0]:
         result = gather(x, _shards(x, declared, grid, features, shape))
     else:
         result = grid.redistribute(
-            x, declared, wanted, features=features, shape=shape, partial_grad=(False, partial_grad)
+            x, declared, wanted, features=features, shape=shape, partial_grad=(row_grad, col_grad)
         )
     if shares:
         given._tp2d_gathered = key, result  # type: ignore[attr-defined]

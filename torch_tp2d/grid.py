@@ -323,6 +323,10 @@ def _shards(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard) and placement.dim == dim
 
 
+def _gathers(src: Placement, dst: Placement) -> bool:
+    return isinstance(src, Shard) and isinstance(dst, Replicate)
+
+
 def _moves(dim: int, src: Layout, dst: Layout) -> bool:
     """Whether some axis starts or stops sharding ``dim``."""
     return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
@@ -331,9 +335,9 @@ def _moves(dim: int, src: Layout, dst: Layout) -> bool:
 def _steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
     """The axis-by-axis way from ``src`` to ``dst``: ``(before, after, whether on tp_col)``.
 
-    Sums are reduced first, since that makes what travels next smaller. Where both axes shard one
-    dim the shard of ``tp_col`` lies inside that of ``tp_row``, so ``tp_row`` may only change
-    while ``tp_col`` does not shard that dim.
+    Sums are reduced first and ``tp_col`` gathers last, since both make what travels on the other
+    axis smaller. Where both axes shard one dim the shard of ``tp_col`` lies inside that of
+    ``tp_row``, so ``tp_row`` may only change while ``tp_col`` does not shard that dim.
     """
     row_changes = src[0] != dst[0]
     row_dims = {p.dim for p in (src[0], dst[0]) if isinstance(p, Shard)} if row_changes else set()
@@ -350,8 +354,9 @@ def _steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
     if inside_now:
         step((now[0], Replicate() if inside_then else dst[1]), 1)
         step((dst[0], now[1]), 0)
-        step(dst, 1)
-    elif inside_then or src[0].is_partial():
+        if inside_then:
+            step(dst, 1)
+    elif inside_then or src[0].is_partial() or (row_changes and _gathers(src[1], dst[1])):
         step((dst[0], now[1]), 0)
         step(dst, 1)
     else:

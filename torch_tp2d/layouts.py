@@ -3,13 +3,17 @@
 A layout is a pair of placements, always written ``(on tp_row, on tp_col)``. For an activation
 ``[batch, sequence, hidden]`` on an R x C grid:
 
-==============  ===========================  =========================================
-name            layout                       a rank holds
-==============  ===========================  =========================================
-token layout    ``(Shard(0), Shard(1))``     batch/R, sequence/C, the whole hidden dim
-feature layout  ``(Shard(0), Shard(-1))``    batch/R, the whole sequence, hidden/C
-row layout      ``(Shard(0), Replicate())``  batch/R, whole sequence, whole hidden dim
-==============  ===========================  =========================================
+=================  ===========================  =========================================
+name               layout                       a rank holds
+=================  ===========================  =========================================
+token layout       ``(Shard(0), Shard(1))``     batch/R, sequence/C, the whole hidden dim
+feature layout     ``(Shard(0), Shard(-1))``    batch/R, the whole sequence, hidden/C
+row layout         ``(Shard(0), Replicate())``  batch/R, whole sequence, whole hidden dim
+transposed layout  ``(Shard(-1), Shard(1))``    the whole batch, sequence/C, hidden/R
+=================  ===========================  =========================================
+
+In the transposed layout, that of the weight-stationary dataflow, the tokens on ``tp_col`` may be
+cut in the batch or whole instead: ``(Shard(-1), Shard(0))``, ``(Shard(-1), Replicate())``.
 
 Shards are :func:`torch.chunk`'s: every shard but the last ones has ``ceil(size / parts)``
 elements, and trailing shards may be short or empty.
@@ -20,13 +24,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "BLOCK",
     "COLWISE",
     "ROWWISE",
+    "STATIONARY",
     "TP_COL",
     "TP_ROW",
     "Layout",
@@ -44,6 +49,9 @@ __all__ = [
 
 TP_ROW = "tp_row"
 TP_COL = "tp_col"
+
+STATIONARY = "weight_stationary"
+"""The dataflow in which no weight moves."""
 
 Layout = tuple[Placement, Placement]
 
@@ -152,7 +160,9 @@ class MatmulRule:
 
     ``gathers_input`` tells the two dataflows of forward apart: *move the input and the weight*
     (X is gathered along ``tp_col``) or *move the weight and the output* (Y is reduced along
-    ``tp_col``). Backward of each is made of the other and of the weight's gradient.
+    ``tp_col``). Backward of each is made of the other and of the weight's gradient. The third,
+    *weight stationary*, is there for every style: tokens are whole, X is cut by features as the
+    weight is, and Y is a sum along the axis that cuts the features in.
     """
 
     style: str
@@ -165,6 +175,16 @@ class MatmulRule:
     @property
     def dataflow(self) -> str:
         return "output_stationary" if self.gathers_input else "input_stationary"
+
+    @property
+    def stationary_input(self) -> Layout:
+        """What a weight that stays multiplies."""
+        return (Shard(-1), Replicate()) if self.gathers_input else (Replicate(), Shard(-1))
+
+    @property
+    def stationary_output(self) -> Layout:
+        """What comes of it."""
+        return (Partial(), Shard(-1)) if self.gathers_input else (Shard(-1), Partial())
 
 
 COLWISE = MatmulRule("Colwise2D", True, (1, 0), Replicate(), Shard(-1))

@@ -23,9 +23,10 @@ from torch.distributed.tensor.placement_types import Placement
 from . import layouts
 from .edges import enter, leave
 from .grid import Axes, Grid, describe_mesh
-from .layouts import TP_COL, Layout, MatmulRule, as_layout
+from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
 from .ops.embedding import embedding2d
 from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
+from .ops.matmul.stationary import StationaryOp, stationary2d
 from .ops.norm import norm2d
 from .prefetch import Ready, fetch
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear, norm_of
@@ -208,10 +209,10 @@ class _MatmulStyle(GridStyle):
     ) -> None:
         super().__init__()
         layouts.check_row_dim(row_dim)
-        if dataflow not in ("auto", self.rule.dataflow):
+        if dataflow not in ("auto", self.rule.dataflow, STATIONARY):
             raise ValueError(
-                f'{type(self).__name__} has dataflow "{self.rule.dataflow}" (or "auto"), not '
-                f"{dataflow!r}"
+                f'{type(self).__name__} has dataflow "{self.rule.dataflow}" (or "auto") or '
+                f'"{STATIONARY}", not {dataflow!r}'
             )
         if algorithm != "auto" and algorithm not in ALGORITHMS:
             raise ValueError(f'algorithm is "auto" or one of {list(ALGORITHMS)}, not {algorithm!r}')
@@ -276,6 +277,13 @@ class _MatmulStyle(GridStyle):
                 f"Conv1D with their own forward, not {describe_module(module)}: name the Linear "
                 f"modules inside it, or use Norm2D for a norm and Replicate for anything else"
             )
+        if self.dataflow == STATIONARY and self.algorithm not in ("auto", "collective"):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: algorithm "
+                f"{self.algorithm!r} is a schedule for moving the weight, but "
+                f'dataflow="{STATIONARY}" moves none: use algorithm="auto" or '
+                f'dataflow="{self.rule.dataflow}"'
+            )
         algorithm = ALGORITHMS[self.algorithm] if self.algorithm != "auto" else None
         if algorithm is not None and algorithm.SQUARE and grid.row.size != grid.col.size:
             raise ValueError(
@@ -286,7 +294,8 @@ class _MatmulStyle(GridStyle):
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         if not is_embedding(module):
-            return _LinearRunner(self, module, grid)
+            kind = _StationaryRunner if self.dataflow == STATIONARY else _LinearRunner
+            return kind(self, module, grid)
         given_in, given_out, _ = self.given_layouts
         return EmbeddingRunner(
             self.rule.style,
@@ -408,6 +417,43 @@ class _LinearRunner(Runner):
         return ring.Shards(col.dim, self.grid.col.split(x.shape[col.dim]), self.grid.col)
 
 
+class _StationaryRunner(Runner):
+    """A Linear whose weight stays: the changes of layout on either side are all that moves."""
+
+    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid) -> None:
+        self.style = style.rule.style
+        transposed = is_conv1d(module)
+        out_features, in_features = (
+            reversed(module.weight.shape) if transposed else (module.weight.shape)
+        )
+        self.grid = grid
+        self.row_dim = style.row_dim
+        self.in_features, self.out_features = in_features, out_features
+        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
+        self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
+        self.operand, self.result = style.rule.stationary_input, style.rule.stationary_output
+        self.op = StationaryOp(
+            row=grid.row,
+            col=grid.col,
+            out_features=out_features,
+            sums_over_row=style.rule.gathers_input,
+            transposed=transposed,
+        )
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
+        y = stationary2d(x, local_shard(module.weight), local_shard(module.bias), self.op)
+        return leave(
+            y,
+            self.result,
+            self.wanted_out,
+            self.grid,
+            self.out_features,
+            use_local_output=self.use_local_output,
+            grad_layouts=self.grad_layouts,
+        )
+
+
 class EmbeddingRunner(Runner):
     """Looks up this rank's part of the vocabulary and brings the result into its layout."""
 
@@ -494,6 +540,23 @@ class Colwise2D(_MatmulStyle):
     ``tp_row``. On an ``nn.Embedding`` ``W[V, H]`` the hidden dim lies over ``tp_col``, the
     vocabulary over ``tp_row``, and the ids are whole on every rank.
 
+    With ``dataflow="weight_stationary"`` the weight lies as above and never moves, and neither
+    does its gradient. For few tokens, as in decoding:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input (wanted)   ``(Shard(-1), Replicate())``    ``[B, S, K/R]``
+    result           ``(Partial(), Shard(-1))``      ``[B, S, N/C]``
+    ===============  ==============================  ==============================
+
+    The input is brought there from ``input_layouts`` and the result to ``output_layouts``, which
+    mean what they always do and have the same defaults. What moves least is an input in the
+    transposed layout, ``(Shard(-1), Shard(1))``, gathered along ``tp_col``, or of whole tokens,
+    ``(Shard(-1), Replicate())``, gathered by nobody; and an output summed along ``tp_row``:
+    ``(Shard(0), Shard(-1))`` or ``(Replicate(), Shard(-1))``. ``tutorials/decode.py`` is a whole
+    model laid out so.
+
     Keyword Args:
         input_layouts: layout of a local input tensor, by default ``Replicate()``: a single
             Placement is the one on ``tp_col``, ``tp_row`` stays ``Shard(row_dim)``; a pair is
@@ -503,9 +566,12 @@ class Colwise2D(_MatmulStyle):
             ``tp_row``.
         use_local_output: hand on a local tensor (default) or a DTensor of the global shape.
         row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
-        dataflow: ``"auto"``.
+        dataflow: ``"auto"``, the style's own (above), or ``"weight_stationary"``. An embedding's
+            weight never moves, whatever the dataflow.
         algorithm: ``"auto"``, ``"ring"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
-            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo.
+            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo and
+            ``"collective"`` elsewhere. A weight that stays takes ``"auto"`` and
+            ``"collective"`` only.
         reshard_after_forward: free the gathered weight after forward and gather it again in
             backward (True), or keep it (False): 1/C of the weight more memory, a third less
             weight traffic. None (default) gathers it again only where it is larger than the
@@ -519,10 +585,13 @@ class Colwise2D(_MatmulStyle):
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.
         ValueError: for an unknown option, a mesh that is not ``("tp_row", "tp_col")``, a square
-            algorithm on an oblong grid, or parameters that are on another mesh already.
+            algorithm on an oblong grid, an algorithm that moves a weight that is to stay, or
+            parameters that are on another mesh already.
 
     Source: TP2D (doi 10.11992/tis.202411023), section 2; our count of what moves is
-    ``(C-1)/C * M/R * K + (R-1)/R * K*N/C`` elements received per device in forward.
+    ``(C-1)/C * M/R * K + (R-1)/R * K*N/C`` elements received per device in forward, and
+    ``(C-1)/C * M * K/R + (R-1)/R * M * N/C`` weight stationary between transposed and feature
+    layout (:func:`torch_tp2d.planner.cost.linear_traffic`).
 
     Example::
 
@@ -556,11 +625,26 @@ class Rowwise2D(_MatmulStyle):
     vocabulary lies over ``tp_col`` and the hidden dim over ``tp_row``, the layout of a tied
     :class:`Colwise2D` head; the ids are whole on every rank.
 
+    With ``dataflow="weight_stationary"`` the weight lies as above and never moves, and neither
+    does its gradient; the bias lies as above too, and its gradient is summed along ``tp_row``:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input (wanted)   ``(Replicate(), Shard(-1))``    ``[B, S, K/C]``
+    result           ``(Shard(-1), Partial())``      ``[B, S, N/R]``
+    ===============  ==============================  ==============================
+
+    An input in the feature layout is gathered along ``tp_row``; an output is summed along
+    ``tp_col`` alone if ``output_layouts`` is the transposed ``(Shard(-1), Shard(1))`` or, with
+    whole tokens, ``(Shard(-1), Replicate())``.
+
     The keyword arguments and errors are :class:`Colwise2D`'s; ``input_layouts`` is ``Shard(-1)``
     and ``output_layouts`` ``Replicate()`` by default.
 
     Source: TP2D (doi 10.11992/tis.202411023), section 2; received per device in forward:
-    ``(R-1)/R * K*N/C + (C-1)/C * M/R * N`` elements.
+    ``(R-1)/R * K*N/C + (C-1)/C * M/R * N`` elements; weight stationary, from feature to
+    transposed layout, ``(R-1)/R * M * K/C + (C-1)/C * M * N/R``.
 
     Example::
 
@@ -588,6 +672,8 @@ class Block2DParallel(_MatmulStyle):
     ===============  ==============================  ==============================
 
     The keyword arguments and errors are :class:`Colwise2D`'s; it does not take an embedding.
+    Weight stationary, ``X`` is brought to ``(Shard(-1), Replicate())`` and the result, a sum along
+    ``tp_row``, to the feature layout, as by Colwise2D.
 
     Source: TP2D (doi 10.11992/tis.202411023), Algorithm 1 with ``algorithm="bmr"``.
 
@@ -602,7 +688,7 @@ class Block2DParallel(_MatmulStyle):
 
 
 class Norm2D(GridStyle):
-    """A LayerNorm or RMSNorm over a hidden dim that is split along ``tp_col``.
+    """A LayerNorm or RMSNorm over a hidden dim that is split along an axis.
 
     Takes ``nn.LayerNorm``, ``nn.RMSNorm`` and any module that computes one of the two over the
     last dim (its forward is tried on a few numbers when the style is applied).
@@ -614,10 +700,23 @@ class Norm2D(GridStyle):
     weight, bias     ``(Replicate(), Shard(0))``     ``[H/C]``
     ===============  ==============================  ==============================
 
-    Only the statistics cross the wire, along ``tp_col``, in fp32 at least.
+    In the transposed layout of the weight-stationary dataflow, which it takes where
+    ``input_layouts`` split the hidden dim along ``tp_row`` and not along ``tp_col``:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input, output    ``(Shard(-1), Shard(1))``       ``[B, S/C, H/R]``
+    input, output    ``(Shard(-1), Replicate())``    ``[B, S, H/R]``
+    weight, bias     ``(Shard(0), Replicate())``     ``[H/R]``
+    ===============  ==============================  ==============================
+
+    Only the statistics cross the wire, along the axis that splits the hidden dim, in fp32 at
+    least; and the gradients of weight and bias, along the axis that splits the tokens.
 
     Keyword Args:
-        input_layouts, output_layouts: as in :class:`Colwise2D`; ``Shard(-1)`` by default.
+        input_layouts, output_layouts: as in :class:`Colwise2D`; ``Shard(-1)`` by default. In the
+            transposed layout the output is laid out as the input by default.
         use_local_output: hand on a local tensor (default) or a DTensor.
         row_dim: the token dim that ``tp_row`` splits.
 
@@ -627,6 +726,7 @@ class Norm2D(GridStyle):
     Example::
 
         >>> plan = {"ln": Norm2D(), "fc1": Block2DParallel(), "fc2": Block2DParallel()}
+        >>> one_token = {"ln": Norm2D(input_layouts=(Shard(-1), Replicate())), ...}
     """
 
     def __init__(
@@ -642,7 +742,11 @@ class Norm2D(GridStyle):
         default = layouts.feature_layout(row_dim)
         self.row_dim = row_dim
         self.input_layouts = as_layout(input_layouts, default, row=default[0])
-        self.output_layouts = as_layout(output_layouts, default, row=default[0])
+        # The placements of a hidden dim, in 2, 3 or more dims or in the three that are usual.
+        hidden = (Shard(-1), Shard(2))
+        self.transposed = self.input_layouts[0] in hidden and self.input_layouts[1] not in hidden
+        self.blocks = self.input_layouts if self.transposed else default
+        self.output_layouts = as_layout(output_layouts, self.blocks, row=default[0])
         self.use_local_output = use_local_output
 
     def check(self, module: nn.Module, grid: Grid) -> None:
@@ -650,8 +754,9 @@ class Norm2D(GridStyle):
         norm_of(module)
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        layout: Layout = (Shard(0), Replicate()) if self.transposed else (Replicate(), Shard(0))
         for name, _ in module.named_parameters(recurse=False):
-            yield module, name, (Replicate(), Shard(0))
+            yield module, name, layout
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         return _NormRunner(self, module, grid)
@@ -671,12 +776,17 @@ class _NormRunner(Runner):
         self.grid = grid
         self.row_dim = style.row_dim
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
+        self.blocks = style.blocks
+        self.hidden_axis, across = (
+            (grid.row, grid.col) if style.transposed else (grid.col, grid.row)
+        )
+        tokens = self.blocks[1] if style.transposed else self.blocks[0]
+        self.token_axis = across if isinstance(tokens, Shard) else None
         self.use_local_output = style.use_local_output
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        blocks = layouts.feature_layout(self.row_dim)
         hidden = self.norm.hidden
-        x = enter(x, self.declared, blocks, self.grid, self.row_dim, hidden)
+        x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
         weight = local_shard(getattr(module, "weight", None))
         if weight is not None and self.norm.weight_offset:
             weight = weight + self.norm.weight_offset
@@ -687,12 +797,12 @@ class _NormRunner(Runner):
             hidden=hidden,
             eps=torch.finfo(x.dtype).eps if self.norm.eps is None else self.norm.eps,
             centered=self.norm.centered,
-            row=self.grid.row,
-            col=self.grid.col,
+            hidden_axis=self.hidden_axis,
+            token_axis=self.token_axis,
         )
         return leave(
             y,
-            blocks,
+            self.blocks,
             self.wanted_out,
             self.grid,
             hidden,

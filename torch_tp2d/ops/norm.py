@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over a hidden dim that is split along ``tp_col``.
+"""LayerNorm and RMSNorm over a hidden dim that is split along an axis.
 
 Only the statistics cross the wire, in fp32 at least: one or two numbers per token forward, and as
 many backward.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Axis, all_reduce
+from ..comm import Axis, Pending, all_reduce
 
 __all__ = ["norm2d"]
 
@@ -26,21 +26,22 @@ class _Norm2D(torch.autograd.Function):
         hidden: int,
         eps: float,
         centered: bool,
-        row: Axis,
-        col: Axis,
+        hidden_axis: Axis,
+        token_axis: Axis | None,
     ) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if centered:
             # Two passes, as E[x^2] - E[x]^2 loses the digits that a large mean shares.
-            mean = all_reduce(wide.sum(-1, keepdim=True), col).wait() / hidden
+            mean = all_reduce(wide.sum(-1, keepdim=True), hidden_axis).wait() / hidden
             wide = wide - mean
-        square = all_reduce(wide.square().sum(-1, keepdim=True), col).wait() / hidden
+        square = all_reduce(wide.square().sum(-1, keepdim=True), hidden_axis).wait() / hidden
         rstd = torch.rsqrt(square + eps)
         normal = wide * rstd
         y = normal if weight is None else normal * weight
         if bias is not None:
             y = y + bias
-        ctx.hidden, ctx.centered, ctx.row, ctx.col = hidden, centered, row, col
+        ctx.hidden, ctx.centered = hidden, centered
+        ctx.hidden_axis, ctx.token_axis = hidden_axis, token_axis
         ctx.has_bias = bias is not None
         ctx.save_for_backward(normal.to(x.dtype), rstd, weight)
         return y.to(x.dtype)
@@ -49,19 +50,19 @@ class _Norm2D(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         normal, rstd, weight = ctx.saved_tensors
-        hidden, col = ctx.hidden, ctx.col
+        hidden = ctx.hidden
         grad, normal = grad.to(rstd.dtype), normal.to(rstd.dtype)
         tokens = tuple(range(grad.ndim - 1))
         dweight = dbias = None
         if weight is not None:
-            dweight = all_reduce((grad * normal).sum(tokens), ctx.row)
+            dweight = _over((grad * normal).sum(tokens), ctx.token_axis)
         if ctx.has_bias:
-            dbias = all_reduce(grad.sum(tokens), ctx.row)
+            dbias = _over(grad.sum(tokens), ctx.token_axis)
         dnormal = grad if weight is None else grad * weight
         sums = [(dnormal * normal).sum(-1, keepdim=True)]
         if ctx.centered:
             sums.append(dnormal.sum(-1, keepdim=True))
-        totals = all_reduce(torch.cat(sums, -1), col).wait() / hidden
+        totals = all_reduce(torch.cat(sums, -1), ctx.hidden_axis).wait() / hidden
         dx = dnormal - normal * totals[..., :1]
         if ctx.centered:
             dx = dx - totals[..., 1:]
@@ -73,6 +74,10 @@ class _Norm2D(torch.autograd.Function):
         )
 
 
+def _over(total: Tensor, axis: Axis | None) -> Pending:
+    return Pending(total) if axis is None else all_reduce(total, axis)
+
+
 def norm2d(
     x: Tensor,
     weight: Tensor | None,
@@ -81,13 +86,16 @@ def norm2d(
     hidden: int,
     eps: float,
     centered: bool,
-    row: Axis,
-    col: Axis,
+    hidden_axis: Axis,
+    token_axis: Axis | None,
 ) -> Tensor:
-    """Normalise the last dim, of ``hidden`` elements, of which ``x[..., Hj]`` is a shard.
+    """Normalise the last dim, of ``hidden`` elements, of which ``x`` is a shard.
 
     Args:
-        weight, bias: ``[Hj]``; their gradients are summed along ``row``.
+        weight, bias: the shards of this rank's part of the hidden dim.
         centered: subtract the mean (LayerNorm) or not (RMSNorm).
+        hidden_axis: the axis that splits the hidden dim; the statistics are summed along it.
+        token_axis: the axis that splits the tokens, along which the gradients of ``weight`` and
+            ``bias`` are summed; None if every rank has all of them.
     """
-    return _Norm2D.apply(x, weight, bias, hidden, eps, centered, row, col)
+    return _Norm2D.apply(x, weight, bias, hidden, eps, centered, hidden_axis, token_axis)
