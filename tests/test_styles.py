@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import world
 from models import grid_mesh, relative
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -1679,3 +1679,16 @@ def _frozen() -> dict[str, float]:
 
 def test_frozen_parameters_stay_frozen() -> None:
     no_difference(world.run(4, _frozen))
+
+
+def _split_sequence() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = (distribute_tensor(noise(1, 2, 4, 8, seed=n), mesh, [Shard(2)]) for n in range(3))
+    with pytest.raises((NotImplementedError, RuntimeError), match="only batch and heads"):
+        F.scaled_dot_product_attention(q, k, v)
+
+
+def test_attention_on_a_split_sequence_is_refused() -> None:
+    """The rule for a CPU gathered it, and ``context_parallel``, which torch refuses on a CPU,
+    ran once torch_tp2d was imported and gave a wrong loss."""
+    world.run(2, _split_sequence)

@@ -19,8 +19,17 @@ _aten = torch.ops.aten
 _BATCH, _HEADS = 0, 1
 
 
-def _alike(inputs: int, outputs: int, mask: Any) -> list[Any]:
-    """Rules that place all tensors alike: replicated, split by batch, or by heads."""
+def _alike(inputs: int, outputs: int, mask: Any, query: Any) -> list[Any]:
+    """Rules that place all tensors alike: replicated, split by batch, or by heads.
+
+    A sequence that is split is refused, as by DTensor without this rule. To gather it would be
+    right for DTensors and wrong for ``context_parallel``, which has them mean the ring.
+    """
+    if any(isinstance(p, Shard) and p.dim not in (_BATCH, _HEADS) for p in query.placements):
+        raise NotImplementedError(
+            f"attention on a CPU with a query placed {tuple(query.placements)}: only batch and "
+            f"heads may be split, as (batch, heads, sequence, features) has them"
+        )
     rules = []
     for placement in (Replicate(), Shard(_BATCH), Shard(_HEADS)):
         dropout_and_causal = [None, None]
@@ -48,7 +57,7 @@ def _forward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> Any:
-    return _alike(3, 2, attn_mask)
+    return _alike(3, 2, attn_mask, query)
 
 
 @register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -64,4 +73,4 @@ def _backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> Any:
-    return _alike(6, 3, attn_mask)
+    return _alike(6, 3, attn_mask, query)
