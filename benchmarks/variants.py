@@ -14,8 +14,8 @@ tp2d      the tp-sp plan with its two classes renamed to torch_tp2d's, on a grid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,10 +46,6 @@ REDUCE_SCATTERING_PLANS = ("tp-sp", "fsdp", "fsdp-tp", "cp-tp")
 """The stock plans that reduce-scatter, and so pay for how gloo does it."""
 OURS = "tp2d"
 SEED = 20240
-CPU_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
 
 
 class NotRunnable(Exception):
@@ -196,26 +192,6 @@ def build_line(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
     return Variant(name, model, x, Share(1, world), copies=world)
 
 
-@contextmanager
-def stock_context_parallel(mesh: DeviceMesh, x: Tensor) -> Iterator[None]:
-    """torch's context_parallel over ``mesh``, as it is without torch_tp2d.
-
-    Inside it ``x`` is this rank's part of the sequence, afterwards whole again.
-
-    torch_tp2d gives DTensor a sharding rule for the CPU's attention kernel. With that rule
-    context_parallel goes on where by itself it says that it cannot, and attention's result is no
-    longer split by sequence, which the model takes it to be: its loss is wrong. So the rule is
-    put aside.
-    """
-    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    put_aside = {op: rules.pop(op) for op in CPU_ATTENTION if op in rules}
-    try:
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-            yield
-    finally:
-        rules.update(put_aside)
-
-
 def build_fsdp(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
     """FSDP2, alone or over tensor parallelism, with or without context parallelism."""
     world = dist.get_world_size()
@@ -231,7 +207,7 @@ def build_fsdp(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
         mesh = both["dp"]
         variant = Variant(name, model, x, Share(2, tp), copies=tp, gradient_scale=2)
         if name == "cp-tp":
-            variant.around = partial(stock_context_parallel, mesh, x)
+            variant.around = partial(context_parallel, mesh, buffers=[x], buffer_seq_dims=[1])
             variant.tentative = True
         else:
             variant.local_input = part(x, 0, mesh)

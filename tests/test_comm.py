@@ -13,7 +13,7 @@ from models import grid_mesh
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torch_tp2d import comm
+from torch_tp2d import comm, groups
 from torch_tp2d.grid import Grid
 from torch_tp2d.layouts import TP_COL, TP_ROW
 
@@ -204,3 +204,12 @@ def test_each_axis_has_one_worker_on_gloo() -> None:
     not the crash; run under an address sanitizer the double free is what it reports.
     """
     world.run(4, _workers)
+
+
+def test_the_interface_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several hosts our groups listened on the loopback interface, and nobody could connect."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RuntimeError, match="no-such-interface|interface"):
+        groups._devices()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    assert len(groups._devices()) == 2
