@@ -515,6 +515,12 @@ def test_heads_may_be_gathered() -> None:
             TypeError,
             ("tp_row", "tp_col"),
         ),
+        (lambda: Rowwise2D(regather_input=True), ValueError, ("Rowwise2D", "Colwise2D")),
+        (
+            lambda: Colwise2D(regather_input=True, algorithm="summa"),
+            ValueError,
+            ("'summa'", '"ring"'),
+        ),
         (lambda: Rowwise2D(output_layouts=Partial()), ValueError, ("Rowwise2D", "Partial")),
         (lambda: Lifted(_OwnStyle()), TypeError, ("_OwnStyle", "GridStyle")),
         (lambda: Lifted(Colwise2D()), TypeError, ("Colwise2D",)),

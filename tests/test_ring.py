@@ -7,6 +7,7 @@ sends, waits for and multiplies, one letter each.
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, comm, parallelize_module
-from torch_tp2d.deferred import Deferred, Gathering
+from torch_tp2d.deferred import Deferred, Gathering, Transfer
 from torch_tp2d.prefetch import AHEAD
 
 TOLERANCE = 1e-12
@@ -62,12 +63,13 @@ class Mix(nn.Module):
         return self.wo(torch.sigmoid(q) * torch.tanh(k) + v)
 
 
-def plan(**options: Any) -> dict[str, Any]:
+def plan(regather_input: bool = False, **options: Any) -> dict[str, Any]:
+    again = {"regather_input": regather_input}
     return {
         "*.mix": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "*.mix.w[qkv]": Colwise2D(**options),
+        "*.mix.w[qkv]": Colwise2D(**again, **options),
         "*.mix.wo": Rowwise2D(output_layouts=Shard(1), **options),
-        "*.w1": Colwise2D(input_layouts=Shard(1), **options),
+        "*.w1": Colwise2D(input_layouts=Shard(1), **again, **options),
         "*.w2": Rowwise2D(output_layouts=Shard(1), **options),
     }
 
@@ -154,6 +156,11 @@ KINDS = {
     "user code reads the gathered input": {"touches": True},
     "recomputed": {"steps": ("recomputed", "plain", "recomputed")},
     "inference between": {"steps": ("plain", "inference", "plain")},
+    "inputs are gathered again": {"regather_input": True},
+    "inputs are gathered again after recomputation": {
+        "regather_input": True,
+        "steps": ("recomputed", "plain"),
+    },
     "weights change between": {"steps": ("stepped", "stepped", "plain")},
 }
 
@@ -190,6 +197,37 @@ def _unprepared() -> float:
     moved = sum(count for (axis, _), count in counted.bytes.items() if axis == "tp_col")
     assert moved == 4 * 1536 + 8, str(counted)
     return max(differences(one, several))
+
+
+def _regathered() -> tuple[int, int]:
+    """Gathered inputs alive after forward, and how many bytes more they cost in backward."""
+    comm.PIECE_BYTES = 256
+    mesh = grid_mesh(2, 2)
+    alive: list[weakref.ref[Transfer]] = []
+    made = Transfer.__init__
+
+    def remember(self: Transfer, *args: Any) -> None:
+        made(self, *args)
+        alive.append(weakref.ref(self))
+
+    Transfer.__init__ = remember  # type: ignore[method-assign]
+    moved, living = [], 0
+    for again in (False, True):
+        several = parallelize_module(model(24, 48), mesh, plan(regather_input=again))
+        mine = tokens(2, 4, 24).requires_grad_()
+        with CommCounter(mesh) as counted:
+            alive.clear()
+            y = several(mine)
+            living = sum(transfer() is not None for transfer in alive)
+            assert living == (0 if again else 4)
+            y.square().sum().backward()
+        moved.append(counted.total_bytes)
+    return living, moved[1] - moved[0]
+
+
+def test_inputs_gathered_again_are_not_kept() -> None:
+    """Two blocks of two gathers: each 2 x 4 x 24 doubles once more, though q, k and v need it."""
+    assert set(world.run(4, _regathered)) == {(0, 4 * 1536)}
 
 
 class _Events(TorchDispatchMode):

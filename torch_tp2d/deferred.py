@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from .comm import Axis, Pending, all_gather
 
 __all__ = [
+    "Again",
     "Deferred",
     "Gathering",
     "Owed",
@@ -73,6 +74,8 @@ class Transfer:
     """
 
     def __init__(self, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> None:
+        # Detached: x may refer to what is gathered from it.
+        self.shard, self.again = x.detach(), Again(dim, sizes, axis)
         self.dim = dim
         self.offsets = [0, *accumulate(sizes)]
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
@@ -88,6 +91,24 @@ class Transfer:
             piece = Piece(self.dim, self.offsets, start, counts, pending.wait())
             piece.put(piece.rows, self.whole)
             yield piece
+
+
+class Again:
+    """Makes a transfer anew, one for all who ask until it is :meth:`done`."""
+
+    def __init__(self, dim: int, sizes: Sequence[int], axis: Axis) -> None:
+        self.along = dim, sizes, axis
+        self._current: Transfer | None = None
+
+    def transfer(self, shard: Tensor) -> Transfer:
+        """The new transfer of ``shard``."""
+        if self._current is None:
+            self._current = Transfer(shard, *self.along)
+        return self._current
+
+    def done(self) -> None:
+        """Nobody will ask for the same one any more."""
+        self._current = None
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,7 @@ class _MatmulStyle(GridStyle):
         dataflow: str = "auto",
         algorithm: str = "auto",
         reshard_after_forward: bool | None = None,
+        regather_input: bool = False,
         grad_layouts: LayoutLike = None,
     ) -> None:
         super().__init__()
@@ -220,7 +221,14 @@ class _MatmulStyle(GridStyle):
         self.dataflow = dataflow
         self.algorithm = algorithm
         self.use_local_output = use_local_output
+        whole_input = isinstance(self.rule.input_col, Replicate)
+        if regather_input and not (whole_input and algorithm in ("auto", "ring")):
+            raise ValueError(
+                f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
+                f'backward: regather_input is for Colwise2D with "ring", leave it out'
+            )
         self.reshard_after_forward = reshard_after_forward
+        self.regather_input = regather_input
         self.given_layouts = input_layouts, output_layouts, grad_layouts
         row = Shard(row_dim)
         self.input_layouts = as_layout(input_layouts, (row, self.rule.input_col), row=row)
@@ -328,7 +336,7 @@ class _LinearRunner(Runner):
         gathers = style.rule.gathers_input
         name = style.algorithm
         if name == "auto":
-            name = "ring" if grid.col.is_gloo else "collective"
+            name = "ring" if grid.col.is_gloo or style.regather_input else "collective"
         algorithm = ALGORITHMS[name]
         self.in_rounds = name == "ring"
         self.may_reshard = style.reshard_after_forward is None
@@ -344,6 +352,7 @@ class _LinearRunner(Runner):
             gathers_input=gathers,
             transposed=transposed,
             keep_weight=not style.reshard_after_forward,
+            regather_input=style.regather_input,
         )
         self.resharding = replace(self.op, keep_weight=False)
         row = Shard(style.row_dim)
@@ -577,6 +586,9 @@ class Colwise2D(_MatmulStyle):
             weight traffic. None (default) gathers it again only where it is larger than the
             input that is kept beside it, in a model whose embedding is on the mesh too. Only
             ``"ring"`` and ``"collective"`` gather a weight.
+        regather_input: gather an input that is split by tokens over ``tp_col`` again for
+            backward instead of keeping it: 1/N of it is kept, not 1/R, and it travels three times
+            instead of twice. With ``"ring"`` in eager; q, k and v share it.
         grad_layouts: layout of the gradient that comes back for a local output, where that is
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along

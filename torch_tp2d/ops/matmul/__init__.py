@@ -37,6 +37,7 @@ class LinearOp:
             ``y = x b^T`` with ``b = W`` (Rowwise2D).
         transposed: the module stores ``W^T`` (Hugging Face's Conv1D).
         keep_weight: keep the gathered weight for backward instead of gathering it again.
+        regather_input: gather the input again for backward instead of keeping it (``ring``).
     """
 
     algorithm: Algorithm
@@ -44,6 +45,7 @@ class LinearOp:
     gathers_input: bool
     transposed: bool
     keep_weight: bool
+    regather_input: bool = False
 
     @property
     def bias_columns(self) -> slice | None:

@@ -126,10 +126,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: Shards, whole: Tensor | None) -> Tensor:
-        ctx.shards = shards
-        if whole is None:
-            return Gathering(Transfer(x, *shards))
-        return Gathering(whole.transfer) if isinstance(whole, Gathering) else whole.view_as(whole)
+        ctx.shards, ctx.again = shards, None
+        if isinstance(whole, Tensor) and not isinstance(whole, Gathering):
+            return whole.view_as(whole)
+        transfer = Transfer(x, *shards) if whole is None else whole.transfer
+        ctx.again = transfer.again
+        return Gathering(transfer)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,6 +142,8 @@ class _Gather(torch.autograd.Function):
             leaving = reduce_scatter(undeferred(grad), *ctx.shards)
         if not torch.compiler.is_compiling():
             settle()
+            if ctx.again is not None:
+                ctx.again.done()
         return leaving.wait().contiguous(), None, None
 
 
@@ -203,7 +207,12 @@ class _Linear(torch.autograd.Function):
                     y[..., own[1] or slice(None)] += own[0]
         ctx.op, ctx.shards, ctx.has_bias = op, shards, bias is not None
         ctx.weight_shape = weight.shape
-        ctx.save_for_backward(x, b if op.keep_weight else weight)
+        kept, ctx.again = x, None
+        ctx.arriving = isinstance(x, Gathering)
+        if isinstance(x, Gathering) and op.regather_input:
+            # Nobody else keeps the gathered input: it is freed when the user's code is done.
+            kept, ctx.again = x.transfer.shard, x.transfer.again
+        ctx.save_for_backward(kept, b if op.keep_weight else weight)
         return y
 
     @staticmethod
@@ -213,6 +222,8 @@ class _Linear(torch.autograd.Function):
         x, saved = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad = undeferred(grads[0])
+        if ctx.again is not None and need_weight:
+            x = Gathering(ctx.again.transfer(x))
         moving = Pending(saved)
         if need_x and not op.keep_weight:
             moving = collective.prefetch(op.as_b(saved), cut)
@@ -243,7 +254,7 @@ class _Linear(torch.autograd.Function):
             dw = Owed(ctx.weight_shape, grad, begin, finish)
         if need_x and op.gathers_input:
             b = moving.wait()
-            dx = Products(((grad, b),)) if isinstance(x, Gathering) else grad @ b.t()
+            dx = Products(((grad, b),)) if ctx.arriving else grad @ b.t()
         if not isinstance(dx, Products):
             settle()
         return dx, dw, db, None, None, None
