@@ -73,6 +73,9 @@ class Transfer:
         x: this rank's shard, ``sizes[axis.index]`` long in ``dim``.
     """
 
+    shard: Tensor | None
+    """``x``, until somebody keeps the whole for backward."""
+
     def __init__(self, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> None:
         # Detached: x may refer to what is gathered from it.
         self.shard, self.again = x.detach(), Again(dim, sizes, axis)

@@ -209,9 +209,12 @@ class _Linear(torch.autograd.Function):
         ctx.weight_shape = weight.shape
         kept, ctx.again = x, None
         ctx.arriving = isinstance(x, Gathering)
-        if isinstance(x, Gathering) and op.regather_input:
-            # Nobody else keeps the gathered input: it is freed when the user's code is done.
-            kept, ctx.again = x.transfer.shard, x.transfer.again
+        if isinstance(x, Gathering):
+            if op.regather_input and x.transfer.shard is not None:
+                # The gathered input is freed when the user's code is done with it.
+                kept, ctx.again = x.transfer.shard, x.transfer.again
+            else:
+                x.transfer.shard = None
         ctx.save_for_backward(kept, b if op.keep_weight else weight)
         return y
 
