@@ -2,7 +2,7 @@
 
 NCCL's are the mesh's own. On gloo each axis gets a group of its own, with one worker thread. A
 gloo group of torch's has two, and both write ``pgStatus_->lastCompletedWorkName`` without a lock
-(``ProcessGroupGloo::runLoop``, torch 2.11 to 2.13): when two collectives of a group end at once
+(``ProcessGroupGloo::runLoop``, seen in torch 2.13): when two collectives of a group end at once
 the old name is freed twice, and the process dies of a corrupted heap some allocations later. It
 takes a name too long for the small-string buffer, which ``ALLGATHER_COALESCED`` and
 ``ALLREDUCE_COALESCED``, those of the functional collectives, are. One worker also keeps a group's
