@@ -113,7 +113,7 @@ def warm_up(
             continue
         try:
             result = first_step(variant, elements)
-        except (NotImplementedError, RuntimeError) as error:
+        except NotImplementedError as error:
             if not variant.tentative:
                 raise
             refused[variant.name] = f"{type(error).__name__}: {error}"

@@ -209,7 +209,7 @@ def test_each_axis_has_one_worker_on_gloo() -> None:
 def test_the_interface_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On several hosts our groups listened on the loopback interface, and nobody could connect."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    with pytest.raises(RuntimeError, match="no-such-interface|interface"):
+    with pytest.raises(RuntimeError, match="no-such-interface"):
         groups._devices()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     assert len(groups._devices()) == 2

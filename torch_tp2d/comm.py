@@ -62,6 +62,10 @@ More hide more of the transfer, and make the products smaller than a GPU likes; 
 """
 
 
+def _pieces(elements: int, dtype: torch.dtype) -> int:
+    return max(1, elements * dtype.itemsize // PIECE_BYTES)
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One axis of the grid as a rank sees it: the ranks that differ only in its index.
@@ -86,7 +90,7 @@ class Axis:
 
     def pieces(self, elements: int, dtype: torch.dtype) -> int:
         """Into how many pieces a transfer of ``elements`` to one peer is cut."""
-        return max(1, elements * dtype.itemsize // PIECE_BYTES) if self.is_gloo else 1
+        return _pieces(elements, dtype) if self.is_gloo else 1
 
     def rounds(
         self, sizes: Sequence[int], width: int, dtype: torch.dtype
@@ -98,7 +102,7 @@ class Axis:
             ``counts[r]`` of them.
         """
         longest = max(sizes)
-        count = max(1, longest * width * dtype.itemsize // PIECE_BYTES)
+        count = _pieces(longest * width, dtype)
         count = count if self.is_gloo else min(count, ROUNDS)
         rounds, start = [], 0
         for length in chunk_sizes(longest, min(count, longest)) if longest else ():

@@ -7,7 +7,7 @@ starts the same gathers in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .comm import Pending
 
-__all__ = ["AHEAD", "Ready", "fetch"]
+__all__ = ["AHEAD", "Ready", "drop", "fetch"]
 
 AHEAD = 4
 """How many modules ahead: the most gathered weights that wait for their turn."""
@@ -30,7 +30,7 @@ class Ready:
     weight: Tensor
     bias: Tensor | None
     moving: Pending
-    made_from: tuple[Any, ...] = field(default=(), repr=False)
+    made_from: tuple[Any, ...] = ()
 
 
 _position: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -53,7 +53,12 @@ def _made_from(module: Any) -> tuple[Any, ...]:
     return id(weight), weight._version, torch.is_grad_enabled(), autocast
 
 
-def _drop() -> None:
+def drop() -> None:
+    """Forget what was gathered ahead: the order is broken, or the pass has ended.
+
+    A weight may change without a sign (FSDP2 gathers into the same storage again and again), so
+    nothing is kept from one pass for the next.
+    """
     for ready in _ready.values():
         ready.moving.wait()
     _ready.clear()
@@ -70,7 +75,7 @@ def fetch(module: nn.Module, prepare: Callable[[nn.Module], Ready | None]) -> Re
     last = None if _last is None else _last()
     if _after(last) is not module:
         # Not the order of last time: what was gathered ahead may never be asked for.
-        _drop()
+        drop()
     ready = _ready.pop(ref(module), None)
     if ready is not None and ready.made_from != _made_from(module):
         ready.moving.wait()
