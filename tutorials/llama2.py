@@ -81,24 +81,22 @@ SIZES: dict[str, Llama2Config] = {
 }
 
 
-def rotary_table(
-    seq: int, head_dim: int, theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, both ``[S, D/2]`` in fp32.
+def rotary_table(seq: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines of every position's angles, ``[2, S, D/2]`` in fp32.
 
     Source: Su et al., "RoFormer" (arXiv 2104.09864), equation 15.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(seq, device=device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
-    return angles.cos(), angles.sin()
+    return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turns each pair of neighbouring features of ``x`` ``[B, S, heads, D]`` by its angle."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     # As [S, 1, D/2], the same for every head; in fp32 where x is of lower precision.
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos, sin = table.unsqueeze(2).unbind()
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
 
@@ -119,11 +117,11 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, kv_features, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
         b, s, _ = x.shape
         # -1, not the number of heads: a device that holds some of the heads sees just those.
-        q = rotate(self.wq(x).view(b, s, -1, self.head_dim), cos, sin).transpose(1, 2)
-        k = rotate(self.wk(x).view(b, s, -1, self.head_dim), cos, sin).transpose(1, 2)
+        q = rotate(self.wq(x).view(b, s, -1, self.head_dim), table).transpose(1, 2)
+        k = rotate(self.wk(x).view(b, s, -1, self.head_dim), table).transpose(1, 2)
         v = self.wv(x).view(b, s, -1, self.head_dim).transpose(1, 2)
         shared = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
@@ -153,8 +151,8 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -199,8 +197,8 @@ class Llama2(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         config = self.config
-        cos, sin = rotary_table(ids.shape[1], config.head_dim, config.rope_theta, ids.device)
+        table = rotary_table(ids.shape[1], config.head_dim, config.rope_theta, ids.device)
         x = self.tok_embeddings(ids)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, table)
         return self.output(self.norm(x))
