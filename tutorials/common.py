@@ -351,7 +351,6 @@ def survey(
     for handle in handles:
         handle.remove()
 
-    axes = ", ".join(mesh.mesh_dim_names or ())
     ranks = [
         f"rank {rank} {tuple(coordinate)}"
         for rank, coordinate in enumerate(_gather(mesh.get_coordinate()))
@@ -365,7 +364,7 @@ def survey(
         ("output", outputs, list(outputs)),
     ):
         everywhere = _gather(shapes)
-        rows = [[title, "whole", f"on ({axes})", *ranks]]
+        rows = [[title, "whole", "placed", *ranks]]
         for name in names:
             local = [theirs[name][2] for theirs in everywhere]
             rows.append([name, *shapes[name][:2], *local])
@@ -374,11 +373,11 @@ def survey(
         say(*_table(rows), "")
 
     everywhere_moved = _gather(dict(comm.bytes))
-    rows = [["a step's collectives", "on", "calls", *(f"{rank} receives" for rank in ranks)]]
+    rows = [["bytes received in a step", "along", "calls", *ranks]]
     for axis, operation in sorted(comm.calls):
-        received = [f"{theirs.get((axis, operation), 0):,} B" for theirs in everywhere_moved]
+        received = [f"{theirs.get((axis, operation), 0):,}" for theirs in everywhere_moved]
         rows.append([operation, axis, str(comm.calls[axis, operation]), *received])
-    totals = [f"{sum(theirs.values()):,} B" for theirs in everywhere_moved]
+    totals = [f"{sum(theirs.values()):,}" for theirs in everywhere_moved]
     rows.append(["together", "", str(sum(comm.calls.values())), *totals])
     say(*_table(rows), "")
 
@@ -397,8 +396,13 @@ def _describe(value: Tensor) -> tuple[str, str, str]:
     """The whole shape, the placements and this rank's shape; of a plain tensor only the last."""
     if not isinstance(value, DTensor):
         return "", "local", _shape(value.shape)
-    placed = ", ".join(map(str, value.placements))
-    return _shape(value.shape), f"({placed})", _shape(value.to_local().shape)
+    axes = value.device_mesh.mesh_dim_names or ()
+    # FSDP cuts once more what the plan has cut; that cut of torch's is a _StridedShard.
+    placed = ", ".join(
+        f"{axis} S({placement.dim})" if hasattr(placement, "dim") else f"{axis} {placement}"
+        for axis, placement in zip(axes, value.placements, strict=True)
+    )
+    return _shape(value.shape), placed, _shape(value.to_local().shape)
 
 
 def _local(model: nn.Module) -> list[Tensor]:
