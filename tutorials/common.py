@@ -263,7 +263,7 @@ class OneDevice:
         Every rank calls it; the answer of rank 0 counts, the others' is True.
         """
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        theirs = get_model_state_dict(model, options=options)
+        theirs: dict[str, Any] = get_model_state_dict(model, options=options)
         if self.learner is None:
             return True
         ours = self.learner.model.state_dict()
@@ -352,7 +352,7 @@ def survey(
         handle.remove()
 
     ranks = [
-        f"rank {rank} {tuple(coordinate)}"
+        f"rank {rank} ({','.join(map(str, coordinate))})"
         for rank, coordinate in enumerate(_gather(mesh.get_coordinate()))
     ]
     # Of layers that are all alike the first is shown.

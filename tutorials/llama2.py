@@ -82,21 +82,21 @@ SIZES: dict[str, Llama2Config] = {
 
 
 def rotary_table(seq: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and sines of every position's angles, ``[2, S, D/2]`` in fp32.
+    """Cosines and then sines of every position's angles, ``[S, D]`` in fp32.
 
     Source: Su et al., "RoFormer" (arXiv 2104.09864), equation 15.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(seq, device=device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
-    return torch.stack((angles.cos(), angles.sin()))
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turns each pair of neighbouring features of ``x`` ``[B, S, heads, D]`` by its angle."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     # As [S, 1, D/2], the same for every head; in fp32 where x is of lower precision.
-    cos, sin = table.unsqueeze(2).unbind()
+    cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
 

@@ -37,7 +37,7 @@ from common import (
 )
 from gpt2 import GPT2, SIZES, GPT2Config
 from plans import PLANS_1D, PLANS_2D, parallelize
-from text import Batches, load
+from text import DATA, Batches, load
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -59,6 +59,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch", type=positive, default=8, help="sequences in a step, over all replicas")
     add("--recompute", action="store_true", help="recompute each layer in the backward pass")
     add("--compile", action="store_true", help="compile each layer")
+    add("--data", type=Path, default=DATA, metavar="DIR", help="where text.py put its tokens")
     add("--checkpoint", type=Path, metavar="DIR", help="save here; resume from the newest there")
     add("--checkpoint-every", type=positive, default=100, metavar="STEPS")
     add("--log-file", type=Path, metavar="FILE", help="append a JSON line a step")
@@ -153,7 +154,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     # Stock logits stay split by vocabulary too; torch asks for this context around the backward.
     loss_context = loss_parallel if stock else contextlib.nullcontext
 
-    batches = Batches(load("train"), args.batch, args.seq, args.seed)
+    batches = Batches(load("train", args.data), args.batch, args.seq, args.seed)
     first = 0
     if args.checkpoint and (found := newest_checkpoint(args.checkpoint)):
         first, batches.position = load_checkpoint(found, learner)
@@ -198,7 +199,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
             save_checkpoint(args.checkpoint, learner, step + 1, batches.position)
 
     model.eval()
-    validation = Batches(load("val"), args.batch, args.seq, args.seed)
+    validation = Batches(load("val", args.data), args.batch, args.seq, args.seed)
     total = 0.0
     with torch.no_grad(), loss_context():
         for _ in range(args.eval_batches):
