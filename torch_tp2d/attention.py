@@ -17,7 +17,7 @@ from .edges import gather_for_module, to_dtensor
 from .grid import Grid, describe_mesh
 from .layouts import Layout, as_layout, check_row_dim, normalize, row_layout
 from .ops.attention import Heads, Order, Spec, check_groups, gathered, ring, two_phase
-from .ops.attention.block import spread
+from .ops.attention.block import attend_to_all, spread
 from .recognise import describe_module
 from .styles import Colwise2D, GridStyle, LayoutLike, Rowwise2D, Runner
 
@@ -420,9 +420,7 @@ class _Call:
             query, key, value = heads.own_query(query), heads.own_key(key), heads.own_key(value)
             key, value = (spread(x, heads.index()) for x in (key, value))
             mask = None if mask is None else heads.own_query(mask)
-            out = F.scaled_dot_product_attention(
-                query, key, value, mask, 0.0, is_causal, scale=scale
-            )
+            out = attend_to_all(query, key, value, mask, is_causal, scale)
             out = _whole_heads(out, heads)
         return out if shape == query.shape else out.reshape(*shape[:-1], out.shape[-1])
 
