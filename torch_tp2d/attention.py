@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ def attention_projections(
     whole_keys: bool = False,
     output_layouts: LayoutLike = None,
     use_local_output: bool = False,
+    algorithm: str = "auto",
 ) -> Projections:
     """The styles of the projections inside a module whose style is :class:`Attention2D`.
 
@@ -67,6 +69,7 @@ def attention_projections(
             positions into their keys. They go with ``Attention2D(algorithm="local")``.
         output_layouts: of the output projection, ``Shard(1)`` by default: the token layout.
         use_local_output: of the output projection.
+        algorithm: of their matrix products.
 
     Returns:
         ``(q, kv, o)``.
@@ -93,7 +96,9 @@ def attention_projections(
         outputs = Replicate() if over_row else Shard(row_dim), Replicate() if whole else Shard(-1)
         # What is whole is used by each rank for queries of its own: a share of the gradient.
         grads = tuple(Partial() if isinstance(p, Replicate) else p for p in outputs)
-        return Colwise2D(row_dim=row_dim, output_layouts=outputs, grad_layouts=grads)
+        return Colwise2D(
+            row_dim=row_dim, output_layouts=outputs, grad_layouts=grads, algorithm=algorithm
+        )
 
     return Projections(
         into_heads(heads.whole_query, False),
@@ -103,6 +108,7 @@ def attention_projections(
             input_layouts=Replicate() if heads.whole_query else Shard(-1),
             output_layouts=Shard(1) if output_layouts is None else output_layouts,
             use_local_output=use_local_output,
+            algorithm=algorithm,
         ),
     )
 
@@ -314,6 +320,8 @@ class _AttentionRunner(Runner):
             self.algorithm = "local" if style.row_dim == 0 else "ring"
         self.balanced = style.balanced
         self.whole_inputs = style.whole_inputs
+        parameters = inspect.signature(module.forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.heads = style.heads(module, grid.col)
         self.local_values = style.local_values(module, grid.col)
 
@@ -323,7 +331,8 @@ class _AttentionRunner(Runner):
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens = _Tokens(self, module, _hidden_states(module, args, kwargs))
-        args = tuple(tokens.enter(value, f"argument {n}") for n, value in enumerate(args))
+        names = (*self.names, *(f"argument {n}" for n in range(len(self.names), len(args))))
+        args = tuple(tokens.enter(value, name) for value, name in zip(args, names, strict=False))
         kwargs = {name: tokens.enter(value, name) for name, value in kwargs.items()}
         intercept = _Intercept(_Call(self, module, tokens))
         with intercept:
