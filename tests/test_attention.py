@@ -25,6 +25,9 @@ from torch_tp2d import (
     attention_projections,
     balanced_order,
 )
+from torch_tp2d.layouts import chunk_sizes
+from torch_tp2d.ops.attention import Order
+from torch_tp2d.ops.attention.block import attend, attend_backward
 
 TOLERANCE = 1e-11
 
@@ -346,3 +349,95 @@ def test_every_algorithm_against_one_device(rows: int, columns: int) -> None:
     """Output and gradients of queries, keys, values and masks, of batch 1 and odd shapes."""
     for worst in world.run(rows * columns, _function, rows, columns, 1, False):
         assert max(worst.values()) < 1e-12, {k: v for k, v in worst.items() if v > 1e-12}
+
+
+def _cross(rows: int, columns: int) -> dict[str, float]:
+    """Attention to states of another length, with a bias of this column's heads that is learned."""
+    mesh = grid_mesh(rows, columns)
+    worst = {}
+    cases = product(((4, 2), (4, 4), (3, 1)), ((0, "auto"), (1, "ring"), (1, "gather")))
+    for (heads, kv_heads), (row_dim, algorithm) in cases:
+        torch.manual_seed(heads)
+        reference = Attention(24, heads, kv_heads, 4).to(DOUBLE)
+        # The gradient of a bias that shifts all scores of a query alike is noise.
+        reference.k.register_parameter("bias", None)
+        module = copy.deepcopy(reference)
+        q, kv, o = attention_projections(heads, kv_heads, columns, row_dim=row_dim)
+        style = Attention2D(row_dim=row_dim, algorithm=algorithm)
+        plan = {"": style, "q": q, "[kv]": kv, "o": o}
+        torch_tp2d.parallelize_module(module, mesh, plan)
+        x, states = torch.randn(3, 7, 24, dtype=DOUBLE), torch.randn(3, 11, 24, dtype=DOUBLE)
+        bias = torch.randn(1, heads, 7, 11, dtype=DOUBLE)
+        leaves = [t.clone().requires_grad_() for t in (x, states, bias)]
+        wanted = reference(leaves[0], mask=leaves[2], states=leaves[1])
+        wanted.square().sum().backward()
+        layout = Shard(row_dim), Shard(1)
+        placed = [distribute_tensor(t, mesh, layout).requires_grad_() for t in (x, states)]
+        ours = bias.clone().requires_grad_()
+        out = module(placed[0], None, ours, states=placed[1])
+        out.square().sum().backward()
+        torch.distributed.all_reduce(ours.grad)
+        pairs = [
+            (out.detach(), wanted.detach()),
+            (ours.grad, leaves[2].grad),
+            *((a.grad, b.grad) for a, b in zip(placed, leaves, strict=False)),
+            *(
+                (a.grad, b.grad)
+                for a, b in zip(module.parameters(), reference.parameters(), strict=True)
+            ),
+        ]
+        worst[f"{heads} {kv_heads} {row_dim} {algorithm}"] = max(relative(*p) for p in pairs)
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (1, 4)])
+def test_attention_to_other_states(rows: int, columns: int) -> None:
+    for worst in world.run(rows * columns, _cross, rows, columns):
+        assert max(worst.values()) < TOLERANCE, worst
+
+
+@pytest.mark.parametrize("extent,ranks", [(13, 4), (8, 2), (5, 4), (1, 3), (16, 3)])
+def test_what_a_causal_mask_leaves(extent: int, ranks: int) -> None:
+    """The parts of the blocks that are computed, against a mask made of positions."""
+    sizes = chunk_sizes(extent, ranks)
+    for order in (Order.contiguous(sizes), Order.balanced(sizes)):
+        assert order.sizes == sizes
+        assert sorted(order.positions().tolist()) == list(range(extent))
+        for i, j in product(range(ranks), range(ranks)):
+            seen = torch.zeros(sizes[i], sizes[j], dtype=torch.int64)
+            for part in order.parts(i, j, True):
+                block = torch.ones(part.queries, part.keys, dtype=torch.int64)
+                rows = slice(part.q, part.q + part.queries)
+                columns = slice(part.k, part.k + part.keys)
+                seen[rows, columns] += block.tril() if part.causal else block
+            wanted = order.positions(i)[:, None] >= order.positions(j)
+            assert seen.equal(wanted.to(torch.int64)), (order, i, j)
+
+
+def test_the_balanced_order_shares_out_what_is_computed() -> None:
+    order = Order.balanced(chunk_sizes(64, 4))
+    done = [
+        sum(p.queries * p.keys for j in range(4) for p in order.parts(i, j, True) if not p.causal)
+        for i in range(4)
+    ]
+    assert len(set(done)) == 1
+    assert balanced_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(DOUBLE, 1e-13), (torch.bfloat16, 2e-2)])
+def test_the_kernels_of_a_block_agree(dtype: torch.dtype, tolerance: float) -> None:
+    """The CPU's fused kernel, forward and backward, against scores that are written out."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 6, 8, dtype=dtype) for _ in range(4))
+    mask = torch.rand(2, 1, 6, 6) > 0.5
+    mask[0, :, 2] = False
+    for seen, causal in ((None, False), (None, True), (mask, False)):
+        results = []
+        for exact in (False, True):
+            out, log = attend(q, k, v, seen, causal, 0.3, exact)
+            grads = attend_backward(
+                grad, q, k, v, seen, out, log, causal, 0.3, exact, mask_grad=False
+            )
+            results.append([out, log.exp(), *grads[:3]])
+        for fused, written in zip(*results, strict=True):
+            assert relative(fused.double(), written.double()) < tolerance

@@ -819,7 +819,7 @@ class _Tokens:
         # States to attend to.
         self.keys = value.shape[1]
         row = self.grid.row
-        if self.row_dim == 1 and self.keys < row.size:
+        if self.row_dim == 1 and not all(row.split(self.keys)):
             raise ValueError(
                 f"{describe_module(self.module)}: {name} of shape {tuple(value.shape)} leaves "
                 f"some of {row.name}={row.size} without keys: use row_dim=0 or fewer rows"
