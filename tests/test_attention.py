@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 import world
 from models import DOUBLE, batch, grid_mesh, loss_of, relative, train_beside
+from test_bytes import fake_grid
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel
 
 import torch_tp2d
@@ -57,6 +60,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(hidden, kv_heads * head_dim)
         self.o = nn.Linear(heads * head_dim, hidden)
         self.repeats = self.by_matmul = False
+        self.dropout = 0.0
 
     def forward(
         self,
@@ -84,6 +88,7 @@ class Attention(nn.Module):
                 k,
                 v,
                 attn_mask=mask,
+                dropout_p=self.dropout,
                 is_causal=is_causal and mask is None,
                 enable_gqa=not self.repeats and self.n_rep > 1,
             )
@@ -441,3 +446,164 @@ def test_the_kernels_of_a_block_agree(dtype: torch.dtype, tolerance: float) -> N
             results.append([out, log.exp(), *grads[:3]])
         for fused, written in zip(*results, strict=True):
             assert relative(fused.double(), written.double()) < tolerance
+
+
+def _module(mesh: DeviceMesh, heads: int = 4, kv_heads: int = 2, **options: Any) -> Attention:
+    module = Attention(24, heads, kv_heads, 4)
+    row_dim = options.get("row_dim", 0)
+    q, kv, o = attention_projections(heads, kv_heads, mesh["tp_col"].size(), row_dim=row_dim)
+    plan = {"": Attention2D(**options), "q": q, "[kv]": kv, "o": o}
+    torch_tp2d.parallelize_module(module, mesh, plan)
+    return module
+
+
+def _hidden(mesh: DeviceMesh, row_dim: int = 0, size: int = 4, sequence: int = 8) -> DTensor:
+    return distribute_tensor(torch.randn(size, sequence, 24), mesh, (Shard(row_dim), Shard(1)))
+
+
+@pytest.mark.parametrize(
+    "make,words",
+    [
+        (lambda: Attention2D(row_dim=2), ("row_dim", "0 or 1")),
+        (lambda: Attention2D(row_dim=1, algorithm="star"), ("star", "ring")),
+        (lambda: Attention2D(algorithm="ring"), ("row_dim=1", "leave it out")),
+        (lambda: Attention2D(balanced=True), ("row_dim=1", "leave it out")),
+        (lambda: Attention2D(num_heads=9, num_kv_heads=2), ("9", "2")),
+        (lambda: Attention2D(whole_inputs={"x": ("time",)}), ("'x'", "batch")),
+        (lambda: attention_projections(9, 2, 2), ("9", "2")),
+        (lambda: attention_projections(4, 4, 2, whole_keys=True), ("row_dim=1",)),
+    ],
+)
+def test_options_that_cannot_be(make: Callable[[], Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_modules_that_cannot_be() -> None:
+    with fake_grid(2, 2) as mesh:
+        with pytest.raises(ValueError, match="head_dim.*3.*cannot be divided.*tp_col=2"):
+            module = Attention(24, 4, 4, 3)
+            torch_tp2d.parallelize_module(module, mesh, Attention2D(local_attributes=["head_dim"]))
+        with pytest.raises(ValueError, match="7 query heads are no multiple of 2"):
+            module.num_heads, module.num_kv_heads = 7, 2
+            torch_tp2d.parallelize_module(module, mesh, Attention2D())
+        with pytest.raises(ValueError, match="num_heads"):
+            module.num_heads = None
+            style = Attention2D(row_dim=1, algorithm="two_phase")
+            torch_tp2d.parallelize_module(module, mesh, style)
+        with pytest.raises(ValueError, match="computes a bias from the lengths.*row_dim=0"):
+            module.num_heads, module.compute_bias = 4, lambda queries, keys: None
+            torch_tp2d.parallelize_module(module, mesh, Attention2D(row_dim=1))
+
+
+def test_calls_that_cannot_be() -> None:
+    """What the style cannot make right it refuses, before anything is computed wrongly."""
+    with fake_grid(2, 2) as mesh:
+        x = _hidden(mesh)
+        with pytest.raises(TypeError, match="needs hidden states"):
+            _module(mesh)(torch.zeros(3))
+        with pytest.raises(
+            ValueError, match=r"'?rope'? has shape \(3, 8, 4\).*batch.*whole_inputs"
+        ):
+            _module(mesh)(x, rope=(torch.zeros(3, 8, 4), torch.zeros(3, 8, 4)))
+        with pytest.raises(ValueError, match="dropout of 0.5.*set the model's"):
+            module = _module(mesh)
+            module.dropout = 0.5
+            module(x)
+        x = _hidden(mesh, 1)
+        with pytest.raises(ValueError, match="mask of shape .* expected 4 rows.*and 8 columns"):
+            _module(mesh, row_dim=1)(x, mask=torch.ones(4, 1, 8, 5, dtype=torch.bool))
+        with pytest.raises(ValueError, match=r"dim 2 was taken for the sequence, which is 8"):
+            _module(mesh, row_dim=1)(x, mask=torch.ones(4, 1, 5, 8, dtype=torch.bool))
+        with pytest.raises(ValueError, match="expected 1 or 2 heads"):
+            _module(mesh, row_dim=1)(x, mask=torch.ones(4, 3, 8, 8, dtype=torch.bool))
+        with pytest.raises(ValueError, match="balanced order.*balanced=False"):
+            module = _module(mesh, row_dim=1, balanced=True)
+            module(x, mask=torch.ones(8, 8, dtype=torch.bool).tril())
+        with pytest.raises(ValueError, match="sequence of 8 attending to one of 6.*pass a mask"):
+            _module(mesh, row_dim=1)(x, states=_hidden(mesh, 1, sequence=6))
+        with pytest.raises(ValueError, match="leaves some of tp_row=2 without keys"):
+            _module(mesh, row_dim=1)(x, states=_hidden(mesh, 1, sequence=1), is_causal=False)
+
+
+@pytest.mark.parametrize("options", [{"row_dim": 1}, {"heads": 3, "kv_heads": 3}])
+def test_a_module_that_computes_where_the_style_cannot_reach(options: dict[str, Any]) -> None:
+    """Attention written out as products saw a part of the keys, or had gradients summed twice."""
+    with fake_grid(2, 2) as mesh:
+        module = _module(mesh, **options)
+        module.by_matmul = True
+        mask = torch.ones(1, dtype=torch.bool)
+        with pytest.raises(ValueError, match="did not call scaled_dot_product_attention, but"):
+            module(_hidden(mesh, options.get("row_dim", 0)), mask=mask)
+
+
+def test_keys_that_are_not_gathered_after_all() -> None:
+    with fake_grid(2, 2) as mesh:
+        module = _module(mesh, row_dim=1, algorithm="local")
+        with pytest.raises(ValueError, match="whole_keys=True"):
+            module(_hidden(mesh, 1))
+
+
+def test_attention2d_says_what_it_does_not_take() -> None:
+    with fake_grid(2, 2) as mesh:
+        q, k = (
+            distribute_tensor(torch.randn(2, heads, 8, 4), mesh, (Shard(2), Shard(3)))
+            for heads in (4, 3)
+        )
+        plain = torch.randn(2, 4, 8, 4)
+        with pytest.raises(TypeError, match="takes DTensors"):
+            attention2d(plain, plain, plain)
+        with pytest.raises(ValueError, match="4 query heads are no multiple of 3"):
+            attention2d(q, k, k)
+        with pytest.raises(ValueError, match="fit each other"):
+            attention2d(q, q, k)
+        with pytest.raises(ValueError, match="algorithm is one of"):
+            attention2d(q, q, q, algorithm="local")
+        with pytest.raises(ValueError, match=r"does not broadcast to \(2, 4, 8, 8\)"):
+            attention2d(q, q, q, torch.zeros(8, 7))
+        with pytest.raises(ValueError, match="without a mask"):
+            attention2d(q, q, q, torch.zeros(8, 8), is_causal=True)
+        sums = DTensor.from_local(plain, mesh, (Shard(2), Partial()))
+        with pytest.raises(ValueError, match="partial sums"):
+            attention2d(sums, sums, sums)
+
+
+def test_what_the_dims_of_a_whole_input_are() -> None:
+    """A table ``[2, sequence, features]`` was cut as if its 2 were the batch."""
+    with fake_grid(2, 2) as mesh:
+        seen: dict[str, Any] = {}
+
+        class Table(Attention):
+            def forward(self, x: Tensor, table: Tensor, other: Tensor) -> Tensor:
+                seen.update(table=table.shape, other=other.shape, heads=self.num_heads)
+                return super().forward(x)
+
+        for row_dim, shape in ((0, (2, 8, 3)), (1, (2, 4, 3))):
+            module = Table(24, 4, 4, 4)
+            q, kv, o = attention_projections(4, 4, 2, row_dim=row_dim)
+            whole_inputs = {"table": (None, "sequence", None)}
+            style = Attention2D(row_dim=row_dim, whole_inputs=whole_inputs)
+            torch_tp2d.parallelize_module(module, mesh, {"": style, "q": q, "[kv]": kv, "o": o})
+            frequencies = torch.zeros(8, 2, dtype=torch.complex64)
+            module(_hidden(mesh, row_dim, size=2), torch.zeros(2, 8, 3), other=frequencies)
+            assert seen["table"] == shape
+            assert seen["other"] == (8 if row_dim == 0 else 4, 2)
+            assert seen["heads"] == 2
+
+
+def _compiled(rows: int, columns: int) -> float:
+    worst = 0.0
+    for heads, kv_heads, row_dim in ((8, 2, 0), (9, 3, 0), (4, 2, 1)):
+        reference = model_of(17, 24, heads, kv_heads, 4)
+        model = copy.deepcopy(reference)
+        plan = plan_of(heads, kv_heads, columns, row_dim)
+        torch_tp2d.parallelize_module(model, grid_mesh(rows, columns), plan)
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+        worst = max(worst, train_beside(reference, model, 17, 2, 8, steps=2))
+    return worst
+
+
+def test_a_block_is_one_graph() -> None:
+    assert max(world.run(4, _compiled, 2, 2)) < TOLERANCE

@@ -334,6 +334,7 @@ class _AttentionRunner(Runner):
         names = (*self.names, *(f"argument {n}" for n in range(len(self.names), len(args))))
         args = tuple(tokens.enter(value, name) for value, name in zip(args, names, strict=False))
         kwargs = {name: tokens.enter(value, name) for name, value in kwargs.items()}
+        self._check_keys(module)
         intercept = _Intercept(_Call(self, module, tokens))
         with intercept:
             result = forward(*args, **kwargs)
@@ -344,6 +345,20 @@ class _AttentionRunner(Runner):
                 f"scaled_dot_product_attention, but {why}"
             )
         return result
+
+    def _check_keys(self, module: nn.Module) -> None:
+        """That the keys of other rows come from somewhere."""
+        if self.row_dim == 0 or self.grid.row.size == 1 or self.algorithm != "local":
+            return
+        runners = (child.__dict__.get("_tp2d") for child in module.modules())
+        outputs = [getattr(runner, "wanted_out", (None,))[0] for runner in runners]
+        if Replicate() not in outputs:
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: with "
+                f'algorithm="local" its projections have to gather keys and values along '
+                f"{self.grid.row.name}, but none does: give them the styles of "
+                f'attention_projections(whole_keys=True), or use algorithm="ring"'
+            )
 
     def _cannot_do_without(self, module: nn.Module) -> str:
         """Why attention on what the projections give is wrong as it stands, if it is."""
