@@ -52,6 +52,8 @@ class GridStyle(ParallelStyle):
     """
 
     axes: Axes = TP_COL
+    places_inside = True
+    """Whether the parameters of all modules inside are the style's business."""
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that this style cannot parallelize on this grid.
