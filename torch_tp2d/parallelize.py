@@ -218,7 +218,8 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         raise ValueError(
             f"{describe_module(entry.module)} projects into {out // head} heads of {head}, which "
             f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "
-            f"{grid.col.name} divides {out // head}, or use_local_output=False"
+            f"{grid.col.name} divides {out // head}, or the styles of attention_projections() with "
+            f"Attention2D, or use_local_output=False"
         )
 
 
@@ -229,7 +230,7 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     different tokens, so their gradients have to be summed. What holds a matrix is not replicated
     unasked; the first forward refuses it.
     """
-    styled = [e.module for e in entries if not _is_hook(e.style)]
+    styled = [e.module for e in entries if getattr(e.style, "places_inside", True)]
     covered = {id(inner) for module in styled for inner in module.modules()}
     names = {id(module): name for name, module in root.named_modules()}
     scopes = set()
