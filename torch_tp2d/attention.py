@@ -62,6 +62,7 @@ def attention_projections(
     columns: int,
     *,
     row_dim: int = 0,
+    algorithm: str = "auto",
     output_layouts: LayoutLike = None,
     use_local_output: bool = False,
 ) -> Projections:
@@ -76,6 +77,7 @@ def attention_projections(
         num_kv_heads: key and value heads; None for as many.
         columns: the size of ``tp_col``.
         row_dim: the token dim that ``tp_row`` splits.
+        algorithm: of the matrix products.
         output_layouts: of the output projection, ``Shard(1)`` by default: the token layout.
         use_local_output: of the output projection.
 
@@ -98,9 +100,10 @@ def attention_projections(
 
     def into_heads(whole: bool) -> Colwise2D:
         if not whole:
-            return Colwise2D(row_dim=row_dim)
+            return Colwise2D(row_dim=row_dim, algorithm=algorithm)
         return Colwise2D(
             row_dim=row_dim,
+            algorithm=algorithm,
             output_layouts=Replicate(),
             grad_layouts=(Shard(row_dim), Partial()),
         )
@@ -110,6 +113,7 @@ def attention_projections(
         into_heads(heads.whole_kv),
         Rowwise2D(
             row_dim=row_dim,
+            algorithm=algorithm,
             input_layouts=Replicate() if heads.whole_q else Shard(-1),
             output_layouts=Shard(1) if output_layouts is None else output_layouts,
             use_local_output=use_local_output,

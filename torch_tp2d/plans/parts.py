@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from ..layouts import check_row_dim
+from ..attention import Attention2D, attention_projections
+from ..layouts import TP_COL, check_row_dim
 from ..lift import Lifted
 from ..replicate import Replicate
 from ..styles import Colwise2D, Rowwise2D
 
-__all__ = ["Parts", "Plan", "inner_prefix"]
+__all__ = ["AttentionParts", "Parts", "Plan", "first_layer", "inner_prefix"]
 
 Plan = dict[str, ParallelStyle]
+
+
+class AttentionParts(NamedTuple):
+    """The styles of an attention module and of the projections inside."""
+
+    module: Attention2D
+    q: Colwise2D
+    kv: Colwise2D
+    o: Rowwise2D
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,33 @@ class Parts:
             **options,
         )
 
+    def attention(self, module: nn.Module, mesh: DeviceMesh, *, fused: int = 1) -> AttentionParts:
+        """An attention module, whose heads this column computes its share of.
+
+        Args:
+            module: one of the model's, by which its heads are counted.
+            fused: how many projections ``q`` does at once, side by side: its style is for all.
+        """
+        columns = mesh[TP_COL].size()
+        style = Attention2D(row_dim=self.row_dim)
+        heads = style.heads(module, columns)
+        if heads.query is None:
+            raise ValueError(
+                f"{type(module).__name__} does not say how many heads it has, nor does its config"
+            )
+        q, kv, o = attention_projections(
+            heads.query,
+            heads.key,
+            columns,
+            row_dim=self.row_dim,
+            algorithm=self.algorithm,
+            output_layouts=self.residual,
+            use_local_output=False,
+        )
+        if fused > 1 and not heads.whole_q:
+            q = self.colwise(parts=fused)
+        return AttentionParts(style, q, kv, o)
+
     def head(self) -> Colwise2D:
         """From the residual stream to logits over a vocabulary."""
         if self.loss_parallel:
@@ -97,3 +135,14 @@ def inner_prefix(model: nn.Module) -> str:
     """``"model."`` of a Hugging Face model with a head around its base model, else ``""``."""
     name = getattr(model, "base_model_prefix", "")
     return f"{name}." if name and isinstance(getattr(model, name, None), nn.Module) else ""
+
+
+def first_layer(model: nn.Module, name: str) -> Any:
+    """The first of the layers called ``name``, after which the others are made.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    for layer in model.get_submodule(name).children():
+        return layer
+    raise ValueError(f"{type(model).__name__} has no layers in {name!r}: a plan would be empty")
