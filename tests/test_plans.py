@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import world
-from hf import TOLERANCE, Differences, causal_lm_batch, on_grid, train_beside
+from hf import TOLERANCE, Differences, causal_lm_batch, in_fp64, on_grid, train_beside
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,7 +26,7 @@ def _causal_lm(family: str, **config: Any) -> Any:
         "max_position_embeddings": 32,
     }
     made = getattr(transformers, f"{family}Config")(**{**sizes, **config})
-    return getattr(transformers, f"{family}ForCausalLM")(made).double()
+    return in_fp64(getattr(transformers, f"{family}ForCausalLM")(made))
 
 
 def llama() -> Any:
@@ -63,7 +63,7 @@ def gpt2(heads: int = 4) -> Any:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    return transformers.GPT2LMHeadModel(config).double()
+    return in_fp64(transformers.GPT2LMHeadModel(config))
 
 
 def gpt2_odd() -> Any:
