@@ -58,13 +58,17 @@ def in_fp64(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         kind = type(module)
-        if kind.__name__.endswith(("RMSNorm", "T5LayerNorm")) and kind.__module__.startswith("transformers."):
+        if kind.__name__.endswith(("RMSNorm", "T5LayerNorm")) and kind.__module__.startswith(
+            "transformers."
+        ):
             kind.forward = _rms_norm  # type: ignore[method-assign]
     return model.double()
 
 
 def _rms_norm(self: Any, x: Tensor) -> Tensor:
-    return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
+    return self.weight * (
+        x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    )
 
 
 def causal_lm_truth(model: nn.Module, batch: Batch) -> Tensor:

@@ -42,7 +42,7 @@ def gpt2_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             f"{type(model).__name__}: there is no ready plan for GPT-2 with cross-attention "
             f"(config.add_cross_attention): write one by hand"
         )
-    heads = parts.attention(block.attn, mesh, fused=3)
+    heads = parts.attention(mesh, block.attn.num_heads, fused=3)
     plan: Plan = {
         f"{base}wte": parts.embedding(),
         f"{base}wpe": parts.positions(),

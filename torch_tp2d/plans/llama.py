@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class _Names:
     into_mlp: tuple[str, str]
     out_of_mlp: str
     head: str
+    whole_inputs: Mapping[str, Sequence[str | None]]
+    """Of the attention module, see :class:`torch_tp2d.Attention2D`."""
 
 
 _HUGGING_FACE = _Names(
@@ -45,6 +48,7 @@ _HUGGING_FACE = _Names(
     into_mlp=("gate_proj", "up_proj"),
     out_of_mlp="down_proj",
     head="lm_head",
+    whole_inputs={},
 )
 
 _TUTORIAL = _Names(
@@ -60,6 +64,8 @@ _TUTORIAL = _Names(
     into_mlp=("w1", "w3"),
     out_of_mlp="w2",
     head="output",
+    # The rotary table [2, S, D/2].
+    whole_inputs={"argument 1": (None, "sequence", None)},
 )
 
 
@@ -99,7 +105,11 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     names = _TUTORIAL if is_tutorial_llama(model) else _HUGGING_FACE
     layer = f"{base}layers.*"
     attention, mlp = f"{layer}.{names.attention}", f"{layer}.{names.mlp}"
-    heads = parts.attention(getattr(first_layer(model, f"{base}layers"), names.attention), mesh)
+    first = getattr(first_layer(model, f"{base}layers"), names.attention)
+    num_heads, num_kv_heads = (
+        getattr(first, name).weight.shape[0] // first.head_dim for name in (names.query, names.key)
+    )
+    heads = parts.attention(mesh, num_heads, num_kv_heads, whole_inputs=names.whole_inputs)
     plan: Plan = {
         f"{base}{names.embedding}": parts.embedding(),
         f"{layer}.{names.attention_norm}": parts.norm(),

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from ..attention import Attention2D, attention_projections
+from ..grid import check_mesh
 from ..layouts import TP_COL, check_row_dim
 from ..lift import Lifted
 from ..replicate import Replicate
@@ -97,31 +98,38 @@ class Parts:
             **options,
         )
 
-    def attention(self, module: nn.Module, mesh: DeviceMesh, *, fused: int = 1) -> AttentionParts:
-        """An attention module, whose heads this column computes its share of.
+    def attention(
+        self,
+        mesh: DeviceMesh,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        fused: int = 1,
+        **options: Any,
+    ) -> AttentionParts:
+        """An attention module, of whose heads each column computes its share.
 
         Args:
-            module: one of the model's, by which its heads are counted.
+            num_kv_heads: key and value heads; None for as many as of queries.
             fused: how many projections ``q`` does at once, side by side: its style is for all.
+            options: of :class:`torch_tp2d.Attention2D`.
         """
+        check_mesh(mesh)
         columns = mesh[TP_COL].size()
-        style = Attention2D(row_dim=self.row_dim)
-        heads = style.heads(module, columns)
-        if heads.query is None:
-            raise ValueError(
-                f"{type(module).__name__} does not say how many heads it has, nor does its config"
-            )
         q, kv, o = attention_projections(
-            heads.query,
-            heads.key,
+            num_heads,
+            num_kv_heads,
             columns,
             row_dim=self.row_dim,
-            algorithm=self.algorithm,
+            matmul_algorithm=self.algorithm,
             output_layouts=self.residual,
             use_local_output=False,
         )
-        if fused > 1 and not heads.whole_q:
+        if fused > 1 and num_heads % columns == 0:
             q = self.colwise(parts=fused)
+        style = Attention2D(
+            row_dim=self.row_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, **options
+        )
         return AttentionParts(style, q, kv, o)
 
     def head(self) -> Colwise2D:
