@@ -180,7 +180,6 @@ def _tutorial_truth(model: Any, batch: Batch) -> Tensor:
 
 def _tutorial(rows: int, columns: int) -> list[Any]:
     found = []
-    # A batch of 2 looks like the two tables of the rotary embedding.
     for size, options in (
         (2, {}),
         (5, {}),
