@@ -74,7 +74,8 @@ def llama_odd() -> Any:
 
 
 def mistral() -> Any:
-    return _causal_lm("Mistral", num_key_value_heads=2, head_dim=6)
+    """With heads wider than their share of the hidden dim, and a window of four tokens."""
+    return _causal_lm("Mistral", num_key_value_heads=2, head_dim=6, sliding_window=4)
 
 
 def qwen2() -> Any:
@@ -128,15 +129,19 @@ def _check(answers: list[Any]) -> None:
 GRIDS = [(2, 2), (1, 4), (4, 1), (2, 4)]
 
 
+@pytest.mark.parametrize("row_dim", [0, 1])
 @pytest.mark.parametrize("rows,columns", GRIDS)
-def test_every_model_trains_as_on_one_device(rows: int, columns: int) -> None:
+def test_every_model_trains_as_on_one_device(rows: int, columns: int, row_dim: int) -> None:
     """Whatever ``tp_row`` splits, with and without padding, and where nothing divides."""
     builders = [llama, llama_grouped, llama_odd, mistral, qwen2, gpt2, gpt2_odd]
-    cases = []
-    for index, build in enumerate(builders):
-        sizes = UNEVEN if index % 2 else EVEN
-        cases.append((build, sizes, {"padded": index > 2}))
-        cases.append((build, sizes, {"padded": index <= 2, "row_dim": 1}))
+    cases = [
+        (
+            build,
+            UNEVEN if index % 2 else EVEN,
+            {"row_dim": row_dim, "padded": (index > 2) == (row_dim == 0)},
+        )
+        for index, build in enumerate(builders)
+    ]
     _check(world.run(rows * columns, _train, rows, columns, cases))
 
 

@@ -326,4 +326,5 @@ class Lifted(GridStyle):
         return self.lifted._apply(module, device_mesh)
 
     def __repr__(self) -> str:
-        return f"Lifted({self.style!r}, axes={self.axes!r})"
+        rows = f", row_dim={self.row_dim}" if self.row_dim else ""
+        return f"Lifted({self.style!r}, axes={self.axes!r}{rows})"
