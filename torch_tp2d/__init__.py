@@ -10,6 +10,7 @@ from .lift import Lifted
 from .loss import cross_entropy
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import parallelize_module
+from .plans import plan_for
 from .replicate import Replicate
 from .styles import Block2DParallel, Colwise2D, GridStyle, Norm2D, Rowwise2D
 
@@ -30,4 +31,5 @@ __all__ = [
     "balanced_order",
     "cross_entropy",
     "parallelize_module",
+    "plan_for",
 ]

@@ -71,6 +71,7 @@ class _LiftedSequence(GridStyle):
 class _LiftedPrepare(GridStyle):
     """PrepareModuleInput and PrepareModuleOutput along tp_col, as hooks on the module."""
 
+    is_hook = True
     places_inside = False
 
     def __init__(
@@ -308,6 +309,7 @@ class Lifted(GridStyle):
         self.row_dim = row_dim
         self.lifted = lift(style, use_local_output, row_dim)
         self.lifted.axes = axes
+        self.is_hook = self.lifted.is_hook
         self.places_inside = self.lifted.places_inside
 
     def check(self, module: nn.Module, grid: Grid) -> None:
@@ -324,4 +326,5 @@ class Lifted(GridStyle):
         return self.lifted._apply(module, device_mesh)
 
     def __repr__(self) -> str:
-        return f"Lifted({self.style!r}, axes={self.axes!r})"
+        rows = f", row_dim={self.row_dim}" if self.row_dim else ""
+        return f"Lifted({self.style!r}, axes={self.axes!r}{rows})"

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
-from .lift import Lifted, _LiftedPrepare
+from .lift import Lifted
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate
 from .styles import Colwise2D, GridStyle, take_off_grid, tied_message
@@ -181,7 +181,7 @@ def _check(entries: list[_Entry], mesh: DeviceMesh) -> None:
 
 
 def _is_hook(style: ParallelStyle) -> bool:
-    return isinstance(style, Lifted) and isinstance(style.lifted, _LiftedPrepare)
+    return isinstance(style, GridStyle) and style.is_hook
 
 
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
@@ -203,7 +203,15 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
     weight: Any = entry.module.weight
-    out = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    features = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    one = getattr(entry.parent, "split_size", None)
+    if isinstance(one, int) and features > one > 0 and features // one != style.parts:
+        raise ValueError(
+            f"{describe_module(entry.module)} is {features // one} projections of {one} features "
+            f"side by side, and its module splits its output into them: a plain shard would mix "
+            f"them up, give it parts={features // one}"
+        )
+    out = features // style.parts
     if head is None or out % head:
         return
     if (out // head) % grid.col.size:
