@@ -54,6 +54,8 @@ class GridStyle(ParallelStyle):
     axes: Axes = TP_COL
     is_hook: bool = False
     """Whether the module goes on running as it is, and so may have another style beside."""
+    places_inside = True
+    """Whether the parameters of all modules inside are the style's business."""
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that this style cannot parallelize on this grid.
