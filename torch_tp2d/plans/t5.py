@@ -24,28 +24,39 @@ __all__ = ["HeadBias", "t5_plan"]
 class HeadBias(GridStyle):
     """A table ``[buckets, heads]`` of what is added to each head's scores: heads over ``tp_col``.
 
-    An ``nn.Embedding`` inside an attention module, which looks up ids of its own (of the tokens
-    at hand), the numbers of this column's heads. Where the heads do not divide over ``tp_col`` the
-    table is whole, as is what the module sees. Only the table's gradient crosses the wire, along
-    ``tp_row``.
+    For an ``nn.Embedding`` inside an attention module whose style is :class:`Attention2D`: the
+    module looks up ids that it makes itself, and gets the numbers of this column's heads. All that
+    crosses the wire is the table's gradient, summed along ``tp_row``.
+
+    Keyword Args:
+        whole: the module sees all heads, as where these do not divide over ``tp_col``; each rank
+            computes a share of them, so the gradient is summed along ``tp_col`` too.
+
+    Example::
+
+        >>> plan["encoder.block.0.layer.0.SelfAttention.relative_attention_bias"] = HeadBias()
     """
 
-    def _layout(self, module: Any, columns: int) -> Layout:
-        divides = module.embedding_dim % columns == 0
-        return Replicate(), Shard(1) if divides else Replicate()
+    def __init__(self, *, whole: bool = False) -> None:
+        super().__init__()
+        self.layout: Layout = Replicate(), Replicate() if whole else Shard(1)
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
-        yield module, "weight", (Replicate(), Shard(1))
+        yield module, "weight", self.layout
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return _HeadBiasRunner(grid)
+        return _HeadBiasRunner(self.layout, grid)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(whole={isinstance(self.layout[1], Replicate)})"
 
 
 class _HeadBiasRunner(Runner):
     style = "HeadBias"
 
-    def __init__(self, grid: Grid) -> None:
-        self.axes = [axis for axis in (grid.row,) if axis.size > 1]
+    def __init__(self, layout: Layout, grid: Grid) -> None:
+        axes = zip((grid.row, grid.col), layout, strict=True)
+        self.axes = [axis for axis, p in axes if isinstance(p, Replicate) and axis.size > 1]
 
     def run(self, module: Any, forward: Callable[..., Any], ids: Tensor) -> Tensor:
         (weight,) = SumGrads.apply(self.axes, local_shard(module.weight))
@@ -55,10 +66,11 @@ class _HeadBiasRunner(Runner):
 def t5_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     parts = Parts(**options)
     config: Any = model.config
+    columns = mesh["tp_col"].size()
     q, kv, o = attention_projections(
         config.num_heads,
         None,
-        mesh["tp_col"].size(),
+        columns,
         row_dim=parts.row_dim,
         output_layouts=parts.residual,
     )
@@ -78,7 +90,9 @@ def t5_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             plan[f"{block}.{attention}.v"] = kv
             plan[f"{block}.{attention}.o"] = o
         # The first block's; the others are handed what it made of it.
-        plan[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"] = HeadBias()
+        plan[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"] = HeadBias(
+            whole=config.num_heads % columns != 0
+        )
         plan[f"{block}.layer.*.layer_norm"] = parts.norm()
         plan[f"{block}.layer.*.DenseReluDense.wi*"] = parts.colwise()
         plan[f"{block}.layer.*.DenseReluDense.wo"] = parts.rowwise()
