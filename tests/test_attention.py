@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,11 +12,18 @@ import torch.nn.functional as F
 import world
 from models import DOUBLE, batch, grid_mesh, relative, train_beside
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel
 
 import torch_tp2d
-from torch_tp2d import Attention2D, Colwise2D, Rowwise2D, attention_projections
+from torch_tp2d import (
+    Attention2D,
+    Colwise2D,
+    Rowwise2D,
+    attention2d,
+    attention_projections,
+    balanced_order,
+)
 
 TOLERANCE = 1e-11
 
@@ -170,3 +178,106 @@ def test_a_decoder_that_knows_nothing_of_parallelism(rows: int, columns: int) ->
     """
     for worst in world.run(rows * columns, _trains, rows, columns, CASES):
         assert max(worst) < TOLERANCE, worst
+
+
+Case = tuple[int, int, int, int, str]
+"""Heads, key heads, queries, keys, mask."""
+
+GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (2, 4)]
+ALGORITHMS = ["ring", "gather", "two_phase"]
+LAYOUTS = [
+    (Shard(2), Shard(1)),
+    (Shard(2), Shard(3)),
+    (Shard(2), Replicate()),
+    (Shard(0), Shard(2)),
+]
+SHAPES: list[Case] = [
+    (4, 4, 13, 13, "causal"),
+    (4, 2, 13, 13, ""),
+    (9, 3, 8, 8, "causal"),
+    (3, 1, 5, 5, "bool"),
+    (2, 2, 13, 6, "added"),
+    (4, 1, 6, 13, "bool"),
+    (2, 2, 5, 5, "causal balanced"),
+    (4, 2, 13, 13, "causal balanced"),
+    (2, 1, 16, 16, "causal balanced"),
+]
+
+
+def _inputs(case: Case, size: int) -> tuple[list[Tensor], Tensor | None]:
+    heads, kv_heads, queries, keys, kind = case
+    generator = torch.Generator().manual_seed(heads + queries)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=DOUBLE)
+
+    leaves = [
+        random(size, heads, queries, 6),
+        random(size, kv_heads, keys, 6),
+        random(size, kv_heads, keys, 6),
+        random(size, heads, queries, 6),
+    ]
+    mask: Tensor | None = None
+    if "bool" in kind:
+        mask = random(size, 1, queries, keys) > -0.5
+        # A query that sees nothing, and one that sees one key.
+        mask[0, :, 0] = False
+        mask[0, :, 1] = torch.arange(keys) == keys - 1
+    if "added" in kind:
+        mask = random(1, heads, queries, keys)
+        mask[0, 0, :, 0] = -torch.inf
+    return leaves, mask
+
+
+def _one_device(case: Case, size: int) -> list[Tensor]:
+    (*leaves, grad), mask = _inputs(case, size)
+    leaves = [x.requires_grad_() for x in leaves]
+    mask = mask.requires_grad_() if mask is not None and mask.is_floating_point() else mask
+    out = F.scaled_dot_product_attention(
+        *leaves, mask, is_causal="causal" in case[4], enable_gqa=True
+    )
+    out.backward(grad)
+    extra = [mask.grad] if mask is not None and mask.requires_grad else []
+    return [out.detach(), *(x.grad for x in leaves), *extra]
+
+
+def _function(rows: int, columns: int, size: int, deep: bool) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    worst = {}
+    for n, (case, algorithm) in enumerate(product(SHAPES, ALGORITHMS)):
+        for layout in LAYOUTS if deep else [LAYOUTS[n % len(LAYOUTS)]]:
+            wanted = _one_device(case, size)
+            (*leaves, grad), mask = _inputs(case, size)
+            balanced = "balanced" in case[4]
+            if balanced:
+                order = balanced_order(case[2], rows)
+                *leaves, grad = (x[:, :, order] for x in (*leaves, grad))
+                wanted = [x[:, :, order] for x in wanted]
+            if mask is not None and mask.is_floating_point():
+                mask.requires_grad_()
+            placed = [distribute_tensor(x, mesh, layout).requires_grad_() for x in leaves]
+            out = attention2d(
+                *placed,
+                mask,
+                is_causal="causal" in case[4],
+                algorithm=algorithm,
+                balanced=balanced,
+            )
+            assert out.placements == layout
+            out.backward(distribute_tensor(grad, mesh, layout))
+            extra = []
+            if mask is not None and mask.requires_grad:
+                torch.distributed.all_reduce(mask.grad)
+                # Heads that are replicated along tp_col are shared out too.
+                extra = [mask.grad]
+            found = [out.detach(), *(x.grad for x in placed), *extra]
+            key = f"{algorithm} {case} {layout}"
+            worst[key] = max(relative(a, b) for a, b in zip(found, wanted, strict=True))
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", GRIDS)
+def test_every_algorithm_against_one_device(rows: int, columns: int) -> None:
+    """Output and gradients of queries, keys, values and masks, of batch 1 and odd shapes."""
+    for worst in world.run(rows * columns, _function, rows, columns, 1, False):
+        assert max(worst.values()) < 1e-12, {k: v for k, v in worst.items() if v > 1e-12}
