@@ -47,6 +47,7 @@ def attention_projections(
     columns: int,
     *,
     row_dim: int = 0,
+    matmul_algorithm: str = "auto",
     whole_keys: bool = False,
     output_layouts: LayoutLike = None,
     use_local_output: bool = False,
@@ -62,6 +63,7 @@ def attention_projections(
         num_kv_heads: key and value heads; None for as many.
         columns: the size of ``tp_col``.
         row_dim: the token dim that ``tp_row`` splits.
+        matmul_algorithm: the projections' ``algorithm``.
         whole_keys: with ``row_dim=1``, gather keys and values along ``tp_row`` as they leave their
             projections, for modules that do not call ``scaled_dot_product_attention`` and put no
             positions into their keys. They go with ``Attention2D(algorithm="local")``.
@@ -93,13 +95,19 @@ def attention_projections(
         outputs = Replicate() if over_row else Shard(row_dim), Replicate() if whole else Shard(-1)
         # What is whole is used by each rank for queries of its own: a share of the gradient.
         grads = tuple(Partial() if isinstance(p, Replicate) else p for p in outputs)
-        return Colwise2D(row_dim=row_dim, output_layouts=outputs, grad_layouts=grads)
+        return Colwise2D(
+            row_dim=row_dim,
+            algorithm=matmul_algorithm,
+            output_layouts=outputs,
+            grad_layouts=grads,
+        )
 
     return Projections(
         into_heads(heads.whole_query, False),
         into_heads(heads.whole_key, whole_keys),
         Rowwise2D(
             row_dim=row_dim,
+            algorithm=matmul_algorithm,
             input_layouts=Replicate() if heads.whole_query else Shard(-1),
             output_layouts=Shard(1) if output_layouts is None else output_layouts,
             use_local_output=use_local_output,

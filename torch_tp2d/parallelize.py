@@ -204,7 +204,15 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
     weight: Any = entry.module.weight
-    out = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    features = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    one = getattr(entry.parent, "split_size", None)
+    if isinstance(one, int) and features > one > 0 and features // one != style.parts:
+        raise ValueError(
+            f"{describe_module(entry.module)} is {features // one} projections of {one} features "
+            f"side by side, and its module splits its output into them: a plain shard would mix "
+            f"them up, give it parts={features // one}"
+        )
+    out = features // style.parts
     if head is None or out % head:
         return
     if (out // head) % grid.col.size:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention import Attention2D, attention_projections
 from ..styles import Colwise2D, Norm2D
 from .losses import LossOfLabels
 from .parts import Parts, Plan, inner_prefix
@@ -39,19 +38,13 @@ def bert_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     base = inner_prefix(model)
     inner: Any = getattr(model, base.rstrip("."), model) if base else model
     embeddings, layer = f"{base}embeddings", f"{base}encoder.layer.*"
-    q, kv, o = attention_projections(
-        inner.config.num_attention_heads,
-        None,
-        mesh["tp_col"].size(),
-        row_dim=parts.row_dim,
-        output_layouts=parts.residual,
-    )
+    attention, q, kv, o = parts.attention(mesh, inner.config.num_attention_heads)
     plan: Plan = {
         f"{embeddings}.word_embeddings": parts.embedding(),
         f"{embeddings}.token_type_embeddings": parts.embedding(),
         f"{embeddings}.position_embeddings": parts.positions(),
         f"{embeddings}.LayerNorm": parts.norm(),
-        f"{layer}.attention.self": Attention2D(row_dim=parts.row_dim),
+        f"{layer}.attention.self": attention,
         f"{layer}.attention.self.query": q,
         f"{layer}.attention.self.key": kv,
         f"{layer}.attention.self.value": kv,
