@@ -33,9 +33,7 @@ class Attention(nn.Module):
         def heads(y: Tensor, like: Tensor) -> Tensor:
             return y.view(*like.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-        q, k, v = (
-            heads(w(y), y) for w, y in ((self.wq, x), (self.wk, memory), (self.wv, memory))
-        )
+        q, k, v = (heads(w(y), y) for w, y in ((self.wq, x), (self.wk, memory), (self.wv, memory)))
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return self.wo(out.reshape(*x.shape[:2], -1))
 
