@@ -74,7 +74,19 @@ class RelativeAttention2D(Attention2D):
     """
 
     def check_positions(self, module: nn.Module, grid: Grid) -> None:
-        """Positions are right in any layout."""
+        """Positions are right in any layout, if the attention itself is.
+
+        Raises:
+            ValueError: for ``row_dim=1`` if the model does not compute its attention by
+                ``scaled_dot_product_attention``.
+        """
+        how = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+        if self.row_dim == 1 and grid.row.size > 1 and how != "sdpa":
+            raise ValueError(
+                f"{describe_module(module)} computes its attention by {how!r}, of the keys that it "
+                f"sees, which are a part where {grid.row.name} splits the sequence: make the model "
+                f'with attn_implementation="sdpa", or use row_dim=0'
+            )
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         return _RelativeRunner(super().runner(module, grid), grid, self.row_dim)
