@@ -114,16 +114,27 @@ def train_beside(
     truth: Loss = causal_lm_truth,
     loss: Loss = own_loss,
     steps: int = 3,
+    replica: tuple[int, int] | None = None,
 ) -> Differences:
-    """Train both by AdamW with clipped gradients, the reference on one device."""
+    """Train both by AdamW with clipped gradients, the reference on one device.
+
+    Args:
+        replica: ``(index, count)`` of this rank's replica of the model, which is given its part of
+            the batch. The loss is then not that of the batch, and not compared.
+    """
     seen = Differences()
     optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (reference, model)]
     for step in range(steps):
         inputs = batch(step)
-        wanted, actual = truth(reference, inputs), loss(model, inputs)
+        wanted = truth(reference, inputs)
+        if replica is None:
+            actual = loss(model, inputs)
+            seen.see("loss", actual, wanted)
+        else:
+            index, count = replica
+            actual = loss(model, {key: value.chunk(count)[index] for key, value in inputs.items()})
         wanted.backward()
         actual.backward()
-        seen.see("loss", actual, wanted)
         ours = dict(model.named_parameters())
         names = [name for name, _ in reference.named_parameters()]
         assert names == list(ours), "ties, or names, are not what they were"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import world
-from models import DOUBLE, batch, grid_mesh, relative, train_beside
+from models import DOUBLE, batch, grid_mesh, loss_of, relative, train_beside
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel
@@ -19,11 +19,15 @@ import torch_tp2d
 from torch_tp2d import (
     Attention2D,
     Colwise2D,
+    Lifted,
     Rowwise2D,
     attention2d,
     attention_projections,
     balanced_order,
 )
+from torch_tp2d.layouts import chunk_sizes
+from torch_tp2d.ops.attention import Order
+from torch_tp2d.ops.attention.block import attend, attend_backward
 
 TOLERANCE = 1e-11
 
@@ -52,7 +56,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(hidden, kv_heads * head_dim)
         self.v = nn.Linear(hidden, kv_heads * head_dim)
         self.o = nn.Linear(heads * head_dim, hidden)
-        self.repeats = False
+        self.repeats = self.by_matmul = False
 
     def forward(
         self,
@@ -71,14 +75,18 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if self.repeats:
             k, v = (y.repeat_interleave(self.n_rep, 1) for y in (k, v))
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=is_causal and mask is None,
-            enable_gqa=not self.repeats and self.n_rep > 1,
-        )
+        if self.by_matmul:
+            scores = q @ k.mT / self.head_dim**0.5
+            y = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=is_causal and mask is None,
+                enable_gqa=not self.repeats and self.n_rep > 1,
+            )
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -107,15 +115,16 @@ class Model(nn.Module):
         self.rope = True
         self.masked = False
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedding(ids)
         size, sequence, _ = x.shape
         context: dict[str, Any] = {}
         if self.rope:
-            positions = torch.arange(sequence).expand(size, sequence)
+            positions = torch.arange(sequence) if positions is None else positions
+            positions = positions.expand(size, sequence)
             context["rope"] = rope_tables(positions, self.blocks[0].attention.head_dim)
         if self.masked:
-            lengths = sequence - torch.arange(size) % 3
+            lengths = sequence - 1 - torch.arange(size) % 3
             seen = torch.arange(sequence) < lengths[:, None]
             causal = torch.ones(sequence, sequence, dtype=torch.bool).tril()
             context["mask"] = seen[:, None, None] & causal
@@ -129,20 +138,23 @@ def model_of(vocab: int, hidden: int, *heads: int) -> Model:
     return Model(vocab, hidden, *heads).to(DOUBLE)
 
 
-def plan_of(heads: int, kv_heads: int, columns: int, row_dim: int = 0, **attention: Any) -> Any:
-    q, kv, o = attention_projections(heads, kv_heads, columns, row_dim=row_dim)
-    block = "blocks.*"
+def plan_of(
+    heads: int, kv_heads: int, columns: int, row_dim: int = 0, **attention: Any
+) -> dict[str, Any]:
+    whole_keys = row_dim == 1 and attention.get("algorithm") == "local"
+    q, kv, o = attention_projections(
+        heads, kv_heads, columns, row_dim=row_dim, whole_keys=whole_keys
+    )
+    onto_tokens = {"row_dim": row_dim, "output_layouts": Shard(1), "use_local_output": False}
     return {
-        "embedding": Rowwise2D(row_dim=row_dim, output_layouts=Shard(1), use_local_output=False),
-        f"{block}.norm[12]": SequenceParallel(),
-        f"{block}.attention": Attention2D(row_dim=row_dim, **attention),
-        f"{block}.attention.q": q,
-        f"{block}.attention.[kv]": kv,
-        f"{block}.attention.o": o,
-        f"{block}.up": Colwise2D(row_dim=row_dim),
-        f"{block}.down": Rowwise2D(
-            row_dim=row_dim, output_layouts=Shard(1), use_local_output=False
-        ),
+        "embedding": Rowwise2D(**onto_tokens),
+        "blocks.*.norm[12]": Lifted(SequenceParallel(), row_dim=row_dim),
+        "blocks.*.attention": Attention2D(row_dim=row_dim, **attention),
+        "blocks.*.attention.q": q,
+        "blocks.*.attention.[kv]": kv,
+        "blocks.*.attention.o": o,
+        "blocks.*.up": Colwise2D(row_dim=row_dim),
+        "blocks.*.down": Rowwise2D(**onto_tokens),
         "head": Colwise2D(row_dim=row_dim, use_local_output=False),
     }
 
@@ -178,6 +190,62 @@ def test_a_decoder_that_knows_nothing_of_parallelism(rows: int, columns: int) ->
     """
     for worst in world.run(rows * columns, _trains, rows, columns, CASES):
         assert max(worst) < TOLERANCE, worst
+
+
+ACROSS = [
+    (4, 2, 2, 8, "", {}),
+    (4, 4, 1, 13, "", {}),
+    (4, 2, 1, 8, "masked repeats", {}),
+    (3, 1, 1, 5, "masked", {}),
+    (4, 2, 1, 13, "", {"balanced": True}),
+    (9, 3, 2, 5, "", {"balanced": True}),
+    (4, 2, 1, 13, "masked", {"algorithm": "gather"}),
+    (4, 1, 1, 8, "", {"algorithm": "gather", "balanced": True}),
+    (4, 2, 1, 8, "repeats", {"algorithm": "two_phase"}),
+    (3, 1, 1, 5, "masked", {"algorithm": "two_phase"}),
+    (9, 3, 1, 13, "", {"algorithm": "two_phase", "balanced": True}),
+    (4, 2, 2, 8, "unplaced", {"algorithm": "local"}),
+    (9, 3, 1, 5, "unplaced masked", {"algorithm": "local"}),
+    (12, 12, 1, 13, "unplaced masked by_matmul", {"algorithm": "local"}),
+]
+"""Heads, key heads, batch, sequence, what the model does, options of the style."""
+
+
+def _across_rows(rows: int, columns: int) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    worst: dict[str, float] = {}
+    for case in ACROSS:
+        heads, kv_heads, size, sequence, kind, options = case
+        reference = model_of(17, 24, heads, kv_heads, 4)
+        reference.masked, reference.rope = "masked" in kind, "unplaced" not in kind
+        for block in reference.blocks:
+            block.attention.repeats = "repeats" in kind
+            block.attention.by_matmul = "by_matmul" in kind
+            if not reference.rope:
+                # Without positions it shifts all scores of a query alike: its gradient is noise.
+                block.attention.k.register_parameter("bias", None)
+        model = copy.deepcopy(reference)
+        torch_tp2d.parallelize_module(model, mesh, plan_of(heads, kv_heads, columns, 1, **options))
+        ids, target = batch(size, sequence, 17)
+        wanted = loss_of(reference(ids), target)
+        wanted.backward()
+        if options.get("balanced"):
+            order = balanced_order(sequence, rows)
+            loss = loss_of(model(ids[:, order], order), target[:, order])
+        else:
+            loss = loss_of(model(ids), target)
+        loss.backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        differences = [relative(ours.grad, theirs.grad) for ours, theirs in pairs]
+        worst[str(case)] = max(relative(loss.detach(), wanted.detach()), *differences)
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2), (4, 1), (2, 3), (2, 4)])
+def test_a_sequence_split_over_rows(rows: int, columns: int) -> None:
+    """The same decoder, its rows holding parts of one sequence: loss and every gradient."""
+    for worst in world.run(rows * columns, _across_rows, rows, columns):
+        assert max(worst.values()) < TOLERANCE, {k: v for k, v in worst.items() if v > TOLERANCE}
 
 
 Case = tuple[int, int, int, int, str]
@@ -281,3 +349,95 @@ def test_every_algorithm_against_one_device(rows: int, columns: int) -> None:
     """Output and gradients of queries, keys, values and masks, of batch 1 and odd shapes."""
     for worst in world.run(rows * columns, _function, rows, columns, 1, False):
         assert max(worst.values()) < 1e-12, {k: v for k, v in worst.items() if v > 1e-12}
+
+
+def _cross(rows: int, columns: int) -> dict[str, float]:
+    """Attention to states of another length, with a bias of this column's heads that is learned."""
+    mesh = grid_mesh(rows, columns)
+    worst = {}
+    cases = product(((4, 2), (4, 4), (3, 1)), ((0, "auto"), (1, "ring"), (1, "gather")))
+    for (heads, kv_heads), (row_dim, algorithm) in cases:
+        torch.manual_seed(heads)
+        reference = Attention(24, heads, kv_heads, 4).to(DOUBLE)
+        # The gradient of a bias that shifts all scores of a query alike is noise.
+        reference.k.register_parameter("bias", None)
+        module = copy.deepcopy(reference)
+        q, kv, o = attention_projections(heads, kv_heads, columns, row_dim=row_dim)
+        style = Attention2D(row_dim=row_dim, algorithm=algorithm)
+        plan = {"": style, "q": q, "[kv]": kv, "o": o}
+        torch_tp2d.parallelize_module(module, mesh, plan)
+        x, states = torch.randn(3, 7, 24, dtype=DOUBLE), torch.randn(3, 11, 24, dtype=DOUBLE)
+        bias = torch.randn(1, heads, 7, 11, dtype=DOUBLE)
+        leaves = [t.clone().requires_grad_() for t in (x, states, bias)]
+        wanted = reference(leaves[0], mask=leaves[2], states=leaves[1])
+        wanted.square().sum().backward()
+        layout = Shard(row_dim), Shard(1)
+        placed = [distribute_tensor(t, mesh, layout).requires_grad_() for t in (x, states)]
+        ours = bias.clone().requires_grad_()
+        out = module(placed[0], None, ours, states=placed[1])
+        out.square().sum().backward()
+        torch.distributed.all_reduce(ours.grad)
+        pairs = [
+            (out.detach(), wanted.detach()),
+            (ours.grad, leaves[2].grad),
+            *((a.grad, b.grad) for a, b in zip(placed, leaves, strict=False)),
+            *(
+                (a.grad, b.grad)
+                for a, b in zip(module.parameters(), reference.parameters(), strict=True)
+            ),
+        ]
+        worst[f"{heads} {kv_heads} {row_dim} {algorithm}"] = max(relative(*p) for p in pairs)
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (1, 4)])
+def test_attention_to_other_states(rows: int, columns: int) -> None:
+    for worst in world.run(rows * columns, _cross, rows, columns):
+        assert max(worst.values()) < TOLERANCE, worst
+
+
+@pytest.mark.parametrize("extent,ranks", [(13, 4), (8, 2), (5, 4), (1, 3), (16, 3)])
+def test_what_a_causal_mask_leaves(extent: int, ranks: int) -> None:
+    """The parts of the blocks that are computed, against a mask made of positions."""
+    sizes = chunk_sizes(extent, ranks)
+    for order in (Order.contiguous(sizes), Order.balanced(sizes)):
+        assert order.sizes == sizes
+        assert sorted(order.positions().tolist()) == list(range(extent))
+        for i, j in product(range(ranks), range(ranks)):
+            seen = torch.zeros(sizes[i], sizes[j], dtype=torch.int64)
+            for part in order.parts(i, j, True):
+                block = torch.ones(part.queries, part.keys, dtype=torch.int64)
+                rows = slice(part.q, part.q + part.queries)
+                columns = slice(part.k, part.k + part.keys)
+                seen[rows, columns] += block.tril() if part.causal else block
+            wanted = order.positions(i)[:, None] >= order.positions(j)
+            assert seen.equal(wanted.to(torch.int64)), (order, i, j)
+
+
+def test_the_balanced_order_shares_out_what_is_computed() -> None:
+    order = Order.balanced(chunk_sizes(64, 4))
+    done = [
+        sum(p.queries * p.keys for j in range(4) for p in order.parts(i, j, True) if not p.causal)
+        for i in range(4)
+    ]
+    assert len(set(done)) == 1
+    assert balanced_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(DOUBLE, 1e-13), (torch.bfloat16, 2e-2)])
+def test_the_kernels_of_a_block_agree(dtype: torch.dtype, tolerance: float) -> None:
+    """The CPU's fused kernel, forward and backward, against scores that are written out."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 6, 8, dtype=dtype) for _ in range(4))
+    mask = torch.rand(2, 1, 6, 6) > 0.5
+    mask[0, :, 2] = False
+    for seen, causal in ((None, False), (None, True), (mask, False)):
+        results = []
+        for exact in (False, True):
+            out, log = attend(q, k, v, seen, causal, 0.3, exact)
+            grads = attend_backward(
+                grad, q, k, v, seen, out, log, causal, 0.3, exact, mask_grad=False
+            )
+            results.append([out, log.exp(), *grads[:3]])
+        for fused, written in zip(*results, strict=True):
+            assert relative(fused.double(), written.double()) < tolerance

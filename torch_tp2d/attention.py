@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from .edges import gather_for_module, to_dtensor
 from .grid import Grid, describe_mesh
 from .layouts import Layout, as_layout, check_row_dim, normalize, row_layout
 from .ops.attention import Heads, Order, Spec, check_groups, gathered, ring, two_phase
-from .ops.attention.block import spread
+from .ops.attention.block import attend_to_all, spread
 from .recognise import describe_module
 from .styles import Colwise2D, GridStyle, LayoutLike, Rowwise2D, Runner
 
@@ -47,10 +48,10 @@ def attention_projections(
     columns: int,
     *,
     row_dim: int = 0,
-    matmul_algorithm: str = "auto",
     whole_keys: bool = False,
     output_layouts: LayoutLike = None,
     use_local_output: bool = False,
+    algorithm: str = "auto",
 ) -> Projections:
     """The styles of the projections inside a module whose style is :class:`Attention2D`.
 
@@ -63,12 +64,12 @@ def attention_projections(
         num_kv_heads: key and value heads; None for as many.
         columns: the size of ``tp_col``.
         row_dim: the token dim that ``tp_row`` splits.
-        matmul_algorithm: the projections' ``algorithm``.
         whole_keys: with ``row_dim=1``, gather keys and values along ``tp_row`` as they leave their
             projections, for modules that do not call ``scaled_dot_product_attention`` and put no
             positions into their keys. They go with ``Attention2D(algorithm="local")``.
         output_layouts: of the output projection, ``Shard(1)`` by default: the token layout.
         use_local_output: of the output projection.
+        algorithm: of their matrix products.
 
     Returns:
         ``(q, kv, o)``.
@@ -96,10 +97,7 @@ def attention_projections(
         # What is whole is used by each rank for queries of its own: a share of the gradient.
         grads = tuple(Partial() if isinstance(p, Replicate) else p for p in outputs)
         return Colwise2D(
-            row_dim=row_dim,
-            algorithm=matmul_algorithm,
-            output_layouts=outputs,
-            grad_layouts=grads,
+            row_dim=row_dim, output_layouts=outputs, grad_layouts=grads, algorithm=algorithm
         )
 
     return Projections(
@@ -107,10 +105,10 @@ def attention_projections(
         into_heads(heads.whole_key, whole_keys),
         Rowwise2D(
             row_dim=row_dim,
-            algorithm=matmul_algorithm,
             input_layouts=Replicate() if heads.whole_query else Shard(-1),
             output_layouts=Shard(1) if output_layouts is None else output_layouts,
             use_local_output=use_local_output,
+            algorithm=algorithm,
         ),
     )
 
@@ -330,6 +328,8 @@ class _AttentionRunner(Runner):
             self.algorithm = "local" if style.row_dim == 0 else "ring"
         self.balanced = style.balanced
         self.whole_inputs = style.whole_inputs
+        parameters = inspect.signature(module.forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.heads = style.heads(module, grid.col)
         self.local_values = style.local_values(module, grid.col)
 
@@ -339,7 +339,8 @@ class _AttentionRunner(Runner):
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens = _Tokens(self, module, _hidden_states(module, args, kwargs))
-        args = tuple(tokens.enter(value, f"argument {n}") for n, value in enumerate(args))
+        names = (*self.names, *(f"argument {n}" for n in range(len(self.names), len(args))))
+        args = tuple(tokens.enter(value, name) for value, name in zip(args, names, strict=False))
         kwargs = {name: tokens.enter(value, name) for name, value in kwargs.items()}
         intercept = _Intercept(_Call(self, module, tokens))
         with intercept:
@@ -436,12 +437,7 @@ class _Call:
             query, key, value = heads.own_query(query), heads.own_key(key), heads.own_key(value)
             key, value = (spread(x, heads.index()) for x in (key, value))
             mask = None if mask is None else heads.own_query(mask)
-            out = F.scaled_dot_product_attention(
-                query, key, value, mask, 0.0, is_causal, scale=scale
-            )
-            if mask is not None and mask.requires_grad and not query.shape[1]:
-                # Without heads torch leaves the mask out, on whose gradient other ranks wait.
-                out = out + 0 * mask.sum()
+            out = attend_to_all(query, key, value, mask, is_causal, scale)
             out = _whole_heads(out, heads)
         return out if shape == query.shape else out.reshape(*shape[:-1], out.shape[-1])
 
@@ -831,7 +827,7 @@ class _Tokens:
         # States to attend to.
         self.keys = value.shape[1]
         row = self.grid.row
-        if self.row_dim == 1 and self.keys < row.size:
+        if self.row_dim == 1 and not all(row.split(self.keys)):
             raise ValueError(
                 f"{describe_module(self.module)}: {name} of shape {tuple(value.shape)} leaves "
                 f"some of {row.name}={row.size} without keys: use row_dim=0 or fewer rows"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +30,6 @@ class _Names:
     into_mlp: tuple[str, str]
     out_of_mlp: str
     head: str
-    whole_inputs: Mapping[str, Sequence[str | None]]
-    """Of the attention module, see :class:`torch_tp2d.Attention2D`."""
 
 
 _HUGGING_FACE = _Names(
@@ -48,7 +45,6 @@ _HUGGING_FACE = _Names(
     into_mlp=("gate_proj", "up_proj"),
     out_of_mlp="down_proj",
     head="lm_head",
-    whole_inputs={},
 )
 
 _TUTORIAL = _Names(
@@ -64,8 +60,6 @@ _TUTORIAL = _Names(
     into_mlp=("w1", "w3"),
     out_of_mlp="w2",
     head="output",
-    # The rotary table [2, S, D/2].
-    whole_inputs={"argument 1": (None, "sequence", None)},
 )
 
 
@@ -109,7 +103,7 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     num_heads, num_kv_heads = (
         getattr(first, name).weight.shape[0] // first.head_dim for name in (names.query, names.key)
     )
-    heads = parts.attention(mesh, num_heads, num_kv_heads, whole_inputs=names.whole_inputs)
+    heads = parts.attention(mesh, num_heads, num_kv_heads)
     plan: Plan = {
         f"{base}{names.embedding}": parts.embedding(),
         f"{layer}.{names.attention_norm}": parts.norm(),

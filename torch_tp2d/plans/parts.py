@@ -122,7 +122,7 @@ class Parts:
             num_kv_heads,
             columns,
             row_dim=self.row_dim,
-            matmul_algorithm=self.algorithm,
+            algorithm=self.algorithm,
             output_layouts=self.residual,
             use_local_output=False,
         )

@@ -17,9 +17,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Grads", "attend", "attend_backward", "merge", "scores_of", "spread", "unspread"]
+__all__ = [
+    "Grads",
+    "attend",
+    "attend_backward",
+    "attend_to_all",
+    "merge",
+    "scores_of",
+    "spread",
+    "unspread",
+]
 
 _aten = torch.ops.aten
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -185,6 +195,29 @@ def attend_backward(
         (weights.mT @ wide_grad).to(value.dtype),
         share if mask_grad else None,
     )
+
+
+def attend_to_all(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """``scaled_dot_product_attention``, which has a gradient where there is nothing to compute.
+
+    A rank may have no heads or no queries. torch's own result then depends on nothing, and the
+    backward of what made the keys, which other ranks wait for, would not run.
+    """
+    if query.numel():
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scale
+        )
+    scores = query @ key.mT
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask
+    return scores.softmax(-1) @ value
 
 
 def _finite(log: Tensor) -> Tensor:

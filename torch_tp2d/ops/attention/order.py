@@ -106,8 +106,9 @@ def balanced_order(sequence: int, rows: int) -> Tensor:
     ids, so this moves nothing. Row ``i`` then holds chunk ``i`` and chunk ``2R - 1 - i`` of ``2R``.
 
     The model has to take positions as an argument: what numbers its tokens by itself numbers them
-    as they come. So do what makes a mask (Hugging Face, for padded batches), which is why
-    Attention2D takes no explicit mask in this order.
+    as they come. So does what makes a mask, which is why Attention2D takes no explicit mask in
+    this order. (Hugging Face makes one for padded batches, and where positions do not ascend, which
+    it takes for packed documents, unless it is given ``attention_mask=torch.ones_like(ids)``.)
 
     Args:
         sequence: its length, any.

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ...comm import Axis, Pending, move, shift
-from .block import attend, attend_backward, merge, spread, unspread, wide
+from .block import attend, attend_backward, attend_to_all, merge, spread, unspread, wide
 from .order import Order, Part
 
 __all__ = ["Spec", "gathered", "ring"]
@@ -176,4 +175,4 @@ def gathered(
         at = spec.order.positions(spec.axis.index, query.device)
         mask = at[:, None] >= spec.order.positions(None, query.device)
     key, value = (spread(x, spec.heads) for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=spec.scale)
+    return attend_to_all(query, key, value, mask, False, spec.scale)
