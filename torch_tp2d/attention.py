@@ -265,6 +265,14 @@ class Attention2D(GridStyle):
                 f"{describe_module(module)} does not say how many heads it has, which "
                 f'algorithm="two_phase" has to know: give num_heads'
             )
+        self.check_positions(module, grid)
+
+    def check_positions(self, module: nn.Module, grid: Grid) -> None:
+        """Refuse a module that would take this row's tokens for all there are.
+
+        Raises:
+            ValueError: for one that computes a bias from the lengths that it sees.
+        """
         if self.row_dim == 1 and grid.row.size > 1 and hasattr(module, "compute_bias"):
             raise ValueError(
                 f"{describe_module(module)} computes a bias from the lengths that it sees, which "

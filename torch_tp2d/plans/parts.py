@@ -76,7 +76,8 @@ class Parts:
 
     def positions(self) -> Rowwise2D:
         """Of position ids ``[1, S]``, the same for the whole batch."""
-        return self.embedding(output_layouts=(Whole(), self.residual))
+        on_row: Placement = Shard(1) if self.row_dim == 1 else Whole()
+        return self.embedding(output_layouts=(on_row, self.residual))
 
     def norm(self) -> ParallelStyle:
         """Of the residual stream."""
