@@ -6,6 +6,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 
 from .counter import CommCounter
 from .lift import Lifted
+from .local import Local2D
 from .loss import cross_entropy
 from .ops import attention as _attention  # noqa: F401  registers a sharding rule
 from .parallelize import parallelize_module
@@ -20,6 +21,7 @@ __all__ = [
     "CommCounter",
     "GridStyle",
     "Lifted",
+    "Local2D",
     "Norm2D",
     "Replicate",
     "Rowwise2D",

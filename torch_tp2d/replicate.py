@@ -18,7 +18,7 @@ from .layouts import Layout, as_layout, check_row_dim, normalize
 from .recognise import is_embedding
 from .styles import EmbeddingRunner, GridStyle, LayoutLike, Runner, local_shard
 
-__all__ = ["Replicate", "WholeRunner"]
+__all__ = ["Replicate", "SumGrads", "WholeRunner"]
 
 _WHOLE: Layout = dt.Replicate(), dt.Replicate()
 
@@ -187,7 +187,7 @@ class WholeRunner(Runner):
             if isinstance(placement, Shard) and axis.size > 1
         ]
         params = (local_shard(module._parameters.get(name)) for name in ("weight", "bias"))
-        y = self.locally(module, x.to_local(), *_SumGrads.apply(axes, *params))
+        y = self.locally(module, x.to_local(), *SumGrads.apply(axes, *params))
         return to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
 
 
@@ -219,7 +219,7 @@ def _local_math(module: nn.Module) -> _LocalMath | None:
     return None
 
 
-class _SumGrads(torch.autograd.Function):
+class SumGrads(torch.autograd.Function):
     """Whole parameters used on different tokens: their gradients are summed, in one transfer."""
 
     @staticmethod
