@@ -71,6 +71,8 @@ class _LiftedSequence(GridStyle):
 class _LiftedPrepare(GridStyle):
     """PrepareModuleInput and PrepareModuleOutput along tp_col, as hooks on the module."""
 
+    is_hook = True
+
     def __init__(
         self,
         inputs: PrepareModuleInput | None,
@@ -306,6 +308,7 @@ class Lifted(GridStyle):
         self.row_dim = row_dim
         self.lifted = lift(style, use_local_output, row_dim)
         self.lifted.axes = axes
+        self.is_hook = self.lifted.is_hook
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         self.lifted.check(module, grid)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
-from .lift import Lifted, _LiftedPrepare
+from .lift import Lifted
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate
 from .styles import Colwise2D, GridStyle, take_off_grid, tied_message
@@ -181,7 +181,7 @@ def _check(entries: list[_Entry], mesh: DeviceMesh) -> None:
 
 
 def _is_hook(style: ParallelStyle) -> bool:
-    return isinstance(style, Lifted) and isinstance(style.lifted, _LiftedPrepare)
+    return isinstance(style, GridStyle) and style.is_hook
 
 
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")

@@ -61,6 +61,8 @@ class GridStyle(ParallelStyle):
     """
 
     axes: Axes = TP_COL
+    is_hook: bool = False
+    """Whether the module goes on running as it is, and so may have another style beside."""
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that this style cannot parallelize on this grid.

@@ -1,0 +1,69 @@
+"""Ready plans: dicts of module names and styles, to be printed, edited and applied.
+
+A plan function looks at a model's names and sizes and at the grid, and returns the plan; it
+changes nothing. Models are told by their names and their ``config``, so that no library of models
+is imported here.
+
+Example::
+
+    >>> plan = plan_for(model, mesh["tp_row", "tp_col"])
+    >>> plan["lm_head"] = Colwise2D(output_layouts=(Replicate(), Replicate()))
+    >>> parallelize_module(model, mesh["tp_row", "tp_col"], plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..grid import check_mesh
+from .llama import llama_plan
+from .losses import LossFunction, causal_lm_loss
+from .parts import Parts, Plan
+
+__all__ = [
+    "LossFunction",
+    "Parts",
+    "Plan",
+    "causal_lm_loss",
+    "llama_plan",
+    "plan_for",
+]
+
+PLANS: dict[str, Callable[..., Plan]] = {
+    "llama": llama_plan,
+    "mistral": llama_plan,
+    "qwen2": llama_plan,
+}
+"""Which function knows a model, by its ``config.model_type``."""
+
+
+def plan_for(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
+    """The ready plan for a model on a grid.
+
+    Args:
+        model: one of the known models, on any device, not parallelized yet.
+        mesh: named ``("tp_row", "tp_col")``, as for :func:`torch_tp2d.parallelize_module`.
+        options: the plan function's own, see :class:`Parts`.
+
+    Returns:
+        A dict of module names and styles, to be edited at will.
+
+    Raises:
+        TypeError: for an unknown option, or something else than a mesh.
+        ValueError: for an unknown model, and for a mesh or an option that cannot work with it.
+    """
+    check_mesh(mesh)
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    plan = PLANS.get(kind) if isinstance(kind, str) else None
+    if plan is None:
+        told = f"of model_type {kind!r}" if kind is not None else "without a config"
+        raise ValueError(
+            f"{type(model).__name__} ({told}) has no ready plan; there are plans for "
+            f"{sorted(PLANS)}: write a plan by hand, "
+            f"as a dict of module names and styles"
+        )
+    return plan(model, mesh, **options)
