@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed.tensor as dt
@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
-from .layouts import Layout, row_layout
+from .layouts import Layout, normalize, row_layout
 from .recognise import describe_module
 from .replicate import SumGrads
 from .styles import GridStyle, Runner, local_shard
@@ -41,12 +41,14 @@ class Local2D(GridStyle):
     Keyword Args:
         params: the placement on ``tp_col`` of parameters that are not whole there, by name: a
             table of biases for each head is ``Shard(1)`` where its dim 1 counts heads.
-        use_local_output: hand on a local tensor (default), or a DTensor of the global shape with
-            the batch in dim 0, as the last of such modules does for the loss.
+        use_local_output: hand on a local tensor (True), or a DTensor of the global shape with the
+            batch in dim 0 (False), as the last of such modules does for the loss; by default as
+            the input came.
 
     Raises:
-        TypeError: for integer parameters; when it runs, for an input that is a DTensor.
-        ValueError: for a name in ``params`` that the module has not, or a dim that it has not.
+        TypeError: for integer parameters.
+        ValueError: for a name in ``params`` that the module has not, or a dim that it has not;
+            when it runs, for a DTensor that is laid out otherwise.
 
     Example::
 
@@ -56,7 +58,7 @@ class Local2D(GridStyle):
     """
 
     def __init__(
-        self, *, params: Mapping[str, Placement] | None = None, use_local_output: bool = True
+        self, *, params: Mapping[str, Placement] | None = None, use_local_output: bool | None = None
     ) -> None:
         super().__init__()
         self.params = dict(params or {})
@@ -86,30 +88,25 @@ class Local2D(GridStyle):
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(params={self.params}, "
-            f"use_local_output={self.use_local_output})"
+            f"{type(self).__name__}(params={self.params}, use_local_output={self.use_local_output})"
         )
 
 
 class _LocalRunner(Runner):
     style = "Local2D"
 
-    def __init__(self, module: nn.Module, grid: Grid, use_local_output: bool) -> None:
+    def __init__(self, module: nn.Module, grid: Grid, use_local_output: bool | None) -> None:
         self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
         self.grid = grid
         self.use_local_output = use_local_output
 
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, DTensor):
-                raise TypeError(
-                    f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} runs on "
-                    f"local tensors, but got a DTensor of shape {tuple(value.shape)}: give what "
-                    f"comes before it use_local_output=True, or name it with another style"
-                )
+        batches = {x.shape[0] for x in args if isinstance(x, DTensor)}
+        args = tuple(self._local(module, x) for x in args)
+        kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         axes = [self.grid.row] if self.grid.row.size > 1 else []
-        params = SumGrads.apply(axes, *(local_shard(module._parameters[n]) for n in self.names))
-        for name, param in zip(self.names, params, strict=True):
+        params: Sequence[Any] = [local_shard(module._parameters[name]) for name in self.names]
+        for name, param in zip(self.names, SumGrads.apply(axes, *params), strict=True):
             # Found before the parameter of this name, which stays where it is.
             object.__setattr__(module, name, param)
         try:
@@ -117,18 +114,33 @@ class _LocalRunner(Runner):
         finally:
             for name in self.names:
                 object.__delattr__(module, name)
-        return y if self.use_local_output else self._whole_batch(module, y)
+        local = not batches if self.use_local_output is None else self.use_local_output
+        return y if local else self._of_whole_batch(module, y, batches)
 
-    def _whole_batch(self, module: nn.Module, y: Tensor) -> DTensor:
-        layout, known = row_layout(), self.grid.tokens.shape
-        if known is None or len(known) != 1:
-            return to_dtensor(y, layout, self.grid)
-        (batch,) = known
+    def _local(self, module: nn.Module, x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        if normalize(self.grid.layout(x, 0), x.ndim) != row_layout():
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} runs on this "
+                f"row's samples, whole along tp_col, but got a DTensor of shape "
+                f"{tuple(x.shape)} placed {x.placements}: redistribute it to {row_layout()}"
+            )
+        return x.to_local()
+
+    def _of_whole_batch(self, module: nn.Module, y: Tensor, batches: set[int]) -> DTensor:
+        known = self.grid.tokens.shape
+        if batches:
+            batch = max(batches)
+        elif known is not None and len(known) == 1:
+            (batch,) = known
+        else:
+            batch = self.grid.extent(y, 0, row_layout())
         mine = self.grid.row.split(batch)[self.grid.row.index]
-        # A row without samples has one that stands in for them.
-        if y.shape[0] != max(mine, 1):
+        # Where a row has no samples, one stands in for them.
+        if y.shape[0] not in (mine, mine or 1):
             raise ValueError(
                 f"{describe_module(module)} gave {tuple(y.shape)}, but this row has {mine} of "
-                f"{batch} samples: only what has the batch in dim 0 makes a DTensor of it"
+                f"{batch} samples: only what has the batch in dim 0 becomes a DTensor"
             )
-        return to_dtensor(y.narrow(0, 0, mine), layout, self.grid, (batch, *y.shape[1:]))
+        return to_dtensor(y.narrow(0, 0, mine), row_layout(), self.grid, (batch, *y.shape[1:]))

@@ -18,6 +18,4 @@ def patches(images: Tensor, height: int, width: int) -> Tensor:
     rows, columns = rows // height, columns // width
     used = images[:, :, : rows * height, : columns * width]
     cut = used.reshape(batch, channels, rows, height, columns, width)
-    return cut.permute(0, 2, 4, 1, 3, 5).reshape(
-        batch, rows, columns, channels * height * width
-    )
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, channels * height * width)

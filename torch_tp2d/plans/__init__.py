@@ -23,20 +23,24 @@ from ..grid import check_mesh
 from .llama import llama_plan
 from .losses import LossFunction, causal_lm_loss
 from .parts import Parts, Plan
+from .swin import image_classification_loss, swin_plan
 
 __all__ = [
     "LossFunction",
     "Parts",
     "Plan",
     "causal_lm_loss",
+    "image_classification_loss",
     "llama_plan",
     "plan_for",
+    "swin_plan",
 ]
 
 PLANS: dict[str, Callable[..., Plan]] = {
     "llama": llama_plan,
     "mistral": llama_plan,
     "qwen2": llama_plan,
+    "swin": swin_plan,
 }
 """Which function knows a model, by its ``config.model_type``."""
 
