@@ -68,7 +68,7 @@ def _train(rows: int, columns: int, sizes: list[int], heads: tuple[int, ...]) ->
     for size in sizes:
         reference, model, _ = on_grid(lambda: swin(heads), rows, columns)
         seen = train_beside(
-            reference, model, images(size), truth=feature_loss, loss=feature_loss, steps=2
+            reference, model, images(size), truth=feature_loss, loss=feature_loss, steps=1
         )
         worst = max(worst, seen.worst)
     return worst

@@ -57,6 +57,8 @@ class Local2D(GridStyle):
         ...         "blocks.*.attention.bias": Local2D(params={"table": Shard(1)}), ...}
     """
 
+    places_inside = False
+
     def __init__(
         self, *, params: Mapping[str, Placement] | None = None, use_local_output: bool | None = None
     ) -> None:

@@ -139,9 +139,9 @@ class WholeRunner(Runner):
 
     def _guess(self, x: Tensor) -> Layout:
         """The layout of a local input for which none was declared."""
-        known = self.grid.tokens.shape
+        known = self.grid.tokens_of(x)
         row = Shard(self.row_dim)
-        if known is not None and x.ndim > 2 and len(known) == 2 and x.shape[1] < known[1]:
+        if known is not None and len(known) == 2 and x.shape[1] < known[1]:
             return row, Shard(1)
         return row, dt.Replicate()
 
@@ -176,7 +176,8 @@ class WholeRunner(Runner):
                 y = y.redistribute(placements=target)
         if not use_local:
             return y
-        return self.grid.with_stand_in(y.to_local(), self.grid.layout(y, self.row_dim))
+        layout = self.grid.layout(y, self.row_dim)
+        return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
 
     def _run_locally(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
         """A module that takes tokens one by one, on the local shard: no DTensor dispatch."""
