@@ -37,7 +37,7 @@ def swin(heads: tuple[int, ...] = (4, 8), classes: int = 0, **config: Any) -> nn
     )
     model = (SwinForImageClassification if classes else SwinModel)(made).double()
     for name, param in model.named_parameters():
-        if name.endswith(("table", "position_embeddings")):
+        if name.endswith(("bias", "table", "position_embeddings")):
             # transformers starts them at zero, where a wrong share of them does not show.
             nn.init.normal_(param, std=0.5)
     return model
