@@ -67,6 +67,8 @@ def on_one_host() -> str:
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Numbers in the place of the text, which takes an index of packages to fetch."""
+    for package in ("tiktoken", "tqdm"):
+        pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("tokens")
     generator = np.random.default_rng(0)
     for split in ("train", "val"):

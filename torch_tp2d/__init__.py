@@ -7,6 +7,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 from .attention import Attention2D, attention2d, attention_projections
 from .counter import CommCounter
 from .lift import Lifted
+from .local import Local2D
 from .loss import cross_entropy
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import parallelize_module
@@ -23,6 +24,7 @@ __all__ = [
     "CommCounter",
     "GridStyle",
     "Lifted",
+    "Local2D",
     "Norm2D",
     "Replicate",
     "Rowwise2D",

@@ -231,12 +231,12 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     different tokens, so their gradients have to be summed. What holds a matrix is not replicated
     unasked; the first forward refuses it.
     """
-    styled = [
-        e.module
-        for e in entries
-        if not _is_hook(e.style) and getattr(e.style, "places_inside", True)
-    ]
-    covered = {id(inner) for module in styled for inner in module.modules()}
+    covered = set()
+    for entry in entries:
+        if not _is_hook(entry.style):
+            inside = getattr(entry.style, "places_inside", True)
+            modules = entry.module.modules() if inside else [entry.module]
+            covered |= {id(module) for module in modules}
     names = {id(module): name for name, module in root.named_modules()}
     scopes = set()
     for entry in entries:

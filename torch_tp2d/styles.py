@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -22,15 +23,23 @@ from torch.distributed.tensor.placement_types import Placement
 
 from . import layouts
 from .comm import deal_grad
-from .edges import enter, leave
+from .edges import enter, leave, to_dtensor
 from .grid import Axes, Grid, Sizes, describe_mesh
 from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
 from .ops.embedding import embedding2d
 from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
 from .ops.matmul.stationary import StationaryOp, stationary2d
 from .ops.norm import norm2d
+from .ops.patches import patches
 from .prefetch import Ready, fetch
-from .recognise import describe_module, is_conv1d, is_embedding, is_linear, norm_of
+from .recognise import (
+    describe_module,
+    is_conv1d,
+    is_embedding,
+    is_linear,
+    is_patch_embedding,
+    norm_of,
+)
 
 __all__ = [
     "Block2DParallel",
@@ -199,6 +208,8 @@ class _MatmulStyle(GridStyle):
 
     rule: MatmulRule
     embeddings = True
+    patches = False
+    """Whether it takes the Conv2d of a patch embedding."""
 
     def __init__(
         self,
@@ -265,6 +276,9 @@ class _MatmulStyle(GridStyle):
 
     def _weight_layout(self, module: nn.Module) -> Layout:
         on_row, on_col = self.rule.weight_dims
+        if is_patch_embedding(module):
+            # [out, channels, height, width]: of what a patch is made of, the dim that cuts finest.
+            on_row = max((1, 2, 3), key=lambda dim: module.weight.shape[dim])
         if is_embedding(module):
             # The tied head is this weight transposed in role: [vocab, hidden] = [out, in].
             on_row, on_col = on_col, on_row
@@ -297,6 +311,14 @@ class _MatmulStyle(GridStyle):
                     f"{describe_module(module)}: an embedding multiplies nothing, so algorithm "
                     f"{self.algorithm!r} means nothing for it: leave it out"
                 )
+        elif self.patches and is_patch_embedding(module):
+            self._check_patches(module)
+        elif self.patches and isinstance(module, nn.Conv2d):
+            raise TypeError(
+                f"{style} takes a Conv2d whose patches do not overlap (stride equal to the kernel, "
+                f"no padding, dilation or groups), not {describe_module(module)}: use "
+                f"torch_tp2d.Replicate() for it"
+            )
         elif not (is_linear(module) or is_conv1d(module)):
             raise TypeError(
                 f"{style} is for nn.Linear, {'nn.Embedding ' if self.embeddings else ''}and "
@@ -326,7 +348,28 @@ class _MatmulStyle(GridStyle):
                 f"take any grid"
             )
 
+    def _check_patches(self, module: nn.Module) -> None:
+        """Options that are right for a Linear and wrong for a patch embedding."""
+        if self.row_dim != 0:
+            raise ValueError(
+                f"{describe_module(module)}: row_dim={self.row_dim} would split the channels of "
+                f"an image over {layouts.TP_ROW}: use row_dim=0, which splits the batch"
+            )
+        if self.dataflow == STATIONARY or self.algorithm not in ("auto", "collective"):
+            raise ValueError(
+                f"{describe_module(module)}: a patch embedding gathers its small weight at once, "
+                f"so dataflow={self.dataflow!r} and algorithm={self.algorithm!r} mean nothing for "
+                f"it: leave them out"
+            )
+        if self.grad_layouts is not None or self.parts > 1:
+            raise ValueError(
+                f"{describe_module(module)}: a patch embedding takes no grad_layouts and no parts: "
+                f"leave them out"
+            )
+
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        if is_patch_embedding(module):
+            return _PatchRunner(self, module, grid, self._weight_layout(module))
         if not is_embedding(module):
             kind = _StationaryRunner if self.dataflow == STATIONARY else _LinearRunner
             return kind(self, module, grid)
@@ -581,6 +624,49 @@ class EmbeddingRunner(Runner):
         )
 
 
+class _PatchRunner(Runner):
+    """Cuts this row's images into patches, and computes this column's features of each."""
+
+    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid, weight: Layout) -> None:
+        self.style = style.rule.style
+        self.grid = grid
+        self.weight_layout, self.weight_shape = weight, tuple(module.weight.shape)
+        given_in, given_out, _ = style.given_layouts
+        # Images are whole everywhere, as an embedding's ids are, unless a pair says otherwise.
+        self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
+        self.wanted_out = as_layout(given_out, (Shard(0), Shard(1)), row=Shard(0))
+        self.use_local_output = style.use_local_output
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        grid, own = self.grid, (Shard(0), Replicate())
+        if isinstance(x, DTensor):
+            batch = x.shape[0]
+        else:
+            batch = grid.extent(x, 0, self.declared)
+        # What follows knows the batch by this; how many tokens an image has changes on the way.
+        grid.tokens.shape = (batch,)
+        x = enter(x, self.declared, own, grid, 0, None)
+        summed: Layout = Replicate(), Shard(0)
+        weight = grid.redistribute(
+            local_shard(module.weight),
+            self.weight_layout,
+            summed,
+            shape=self.weight_shape,
+            partial_grad=(True, False),
+        )
+        bias = local_shard(module.bias)
+        if bias is not None:
+            bias = grid.redistribute(bias, summed, summed, partial_grad=(True, False))
+        y = F.linear(patches(x, *module.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)
+        shape = (batch, self.weight_shape[0], *y.shape[2:])
+        y = grid.redistribute(y, (Shard(0), Shard(1)), self.wanted_out, shape=shape)
+        if not self.use_local_output:
+            return to_dtensor(y, self.wanted_out, grid, shape)
+        if self.wanted_out[0] == Shard(0) and not grid.row.split(batch)[grid.row.index]:
+            y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])
+        return y
+
+
 class Colwise2D(_MatmulStyle):
     """Shard the outputs of a Linear over ``tp_col`` and its inputs over ``tp_row``.
 
@@ -599,6 +685,12 @@ class Colwise2D(_MatmulStyle):
     Forward gathers the input along ``tp_col``, where it is not whole, and the weight along
     ``tp_row``. On an ``nn.Embedding`` ``W[V, H]`` the hidden dim lies over ``tp_col``, the
     vocabulary over ``tp_row``, and the ids are whole on every rank.
+
+    On an ``nn.Conv2d`` that embeds patches, its kernel equal to its stride, the images
+    ``[B, C, H, W]`` are whole on every rank too, and a row embeds its own. The output is
+    ``[B, N, H / height, W / width]``, in ``(Shard(0), Shard(1))`` by default. The weight's outputs
+    lie over ``tp_col`` and the longest of its other dims over ``tp_row``. A row without images
+    gets one of zeros, which :class:`Local2D` drops again.
 
     With ``dataflow="weight_stationary"`` the weight lies as above and never moves, and neither
     does its gradient. For few tokens, as in decoding:
@@ -671,6 +763,7 @@ class Colwise2D(_MatmulStyle):
     """
 
     rule = layouts.COLWISE
+    patches = True
 
 
 class Rowwise2D(_MatmulStyle):

@@ -333,6 +333,8 @@ def survey(
         name.replace("_checkpoint_wrapped_module.", ""): _describe(parameter)
         for name, parameter in learner.model.named_parameters()
     }
+    whole_count = sum(parameter.numel() for parameter in learner.model.parameters())
+    count = sum(_local(parameter).numel() for parameter in learner.model.parameters())
     outputs: dict[str, tuple[str, str, str]] = {}
 
     def show(name: str) -> Callable[[nn.Module, object, Tensor], None]:
@@ -355,31 +357,25 @@ def survey(
         f"rank {rank} ({','.join(map(str, coordinate))})"
         for rank, coordinate in enumerate(_gather(mesh.get_coordinate()))
     ]
-    # Of layers that are all alike the first is shown.
-    first = [name for name in parameters if set(filter(str.isdigit, name.split("."))) <= {"0"}]
-    held = _gather(sum(parameter.numel() for parameter in _local(learner.model)))
-    count = sum(parameter.numel() for parameter in learner.model.parameters())
-    for title, shapes, names in (
-        ("parameter", parameters, first),
-        ("output", outputs, list(outputs)),
-    ):
-        everywhere = _gather(shapes)
-        rows = [[title, "whole", "placed", *ranks]]
-        for name in names:
-            local = [theirs[name][2] for theirs in everywhere]
-            rows.append([name, *shapes[name][:2], *local])
-        if title == "parameter":
-            rows.append(["all, elements", f"{count:,}", "", *(f"{part:,}" for part in held)])
-        say(*_table(rows), "")
-
-    everywhere_moved = _gather(dict(comm.bytes))
-    rows = [["bytes received in a step", "along", "calls", *ranks]]
-    for axis, operation in sorted(comm.calls):
-        received = [f"{theirs.get((axis, operation), 0):,}" for theirs in everywhere_moved]
-        rows.append([operation, axis, str(comm.calls[axis, operation]), *received])
-    totals = [f"{sum(theirs.values()):,}" for theirs in everywhere_moved]
-    rows.append(["together", "", str(sum(comm.calls.values())), *totals])
-    say(*_table(rows), "")
+    _say_table(
+        ["parameter", "whole", "placed", *ranks],
+        # Of layers that are all alike the first is shown.
+        *_shape_rows({name: shape for name, shape in parameters.items() if _is_first(name)}),
+        ["all, elements", f"{whole_count:,}", "", *(f"{count:,}" for count in _gather(count))],
+    )
+    _say_table(["output", "whole", "placed", *ranks], *_shape_rows(outputs))
+    everyones = _gather(dict(comm.bytes))
+    _say_table(
+        ["bytes received in a step", "along", "calls", *ranks],
+        *(
+            [kind, axis, str(calls), *(f"{moved.get((axis, kind), 0):,}" for moved in everyones)]
+            for (axis, kind), calls in sorted(comm.calls.items())
+        ),
+        [
+            *("together", "", str(sum(comm.calls.values()))),
+            *(f"{sum(moved.values()):,}" for moved in everyones),
+        ],
+    )
 
 
 def _gather(value: Any) -> list[Any]:
@@ -388,31 +384,42 @@ def _gather(value: Any) -> list[Any]:
     return everywhere
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _is_first(name: str) -> bool:
+    """Whether a parameter is of no layer, or of layer 0."""
+    return set(filter(str.isdigit, name.split("."))) <= {"0"}
 
 
 def _describe(value: Tensor) -> tuple[str, str, str]:
     """The whole shape, the placements and this rank's shape; of a plain tensor only the last."""
+    here = "x".join(map(str, _local(value).shape))
     if not isinstance(value, DTensor):
-        return "", "local", _shape(value.shape)
+        return "", "local", here
     axes = value.device_mesh.mesh_dim_names or ()
     # FSDP cuts once more what the plan has cut; that cut of torch's is a _StridedShard.
     placed = ", ".join(
         f"{axis} S({placement.dim})" if hasattr(placement, "dim") else f"{axis} {placement}"
         for axis, placement in zip(axes, value.placements, strict=True)
     )
-    return _shape(value.shape), placed, _shape(value.to_local().shape)
+    return "x".join(map(str, value.shape)), placed, here
 
 
-def _local(model: nn.Module) -> list[Tensor]:
-    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+def _shape_rows(shapes: dict[str, tuple[str, str, str]]) -> list[list[str]]:
+    """A line a name: its whole shape and placements, and the shape on each rank."""
+    everyones = _gather(shapes)
+    return [
+        [name, whole, placed, *(theirs[name][2] for theirs in everyones)]
+        for name, (whole, placed, _) in shapes.items()
+    ]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def _say_table(heading: list[str], *rows: list[str]) -> None:
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        for row in (heading, *rows)
     ]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+    say(lines[0], "-" * max(map(len, lines)), *lines[1:], "")

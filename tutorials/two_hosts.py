@@ -43,7 +43,8 @@ def main() -> int:
         f"exec {shlex.quote(sys.executable)} -m torch.distributed.run"
         f" --nnodes {args.hosts} --nproc-per-node {args.nproc_per_node}"
         f" --rdzv-backend c10d --rdzv-endpoint {netlab.host_address(0)}:{PORT}"
-        f" --rdzv-conf is_host=$((RANK == 0)) --local-addr $(hostname -I) {shlex.join(args.command)}"
+        " --rdzv-conf is_host=$((RANK == 0)) --local-addr $(hostname -I) "
+        + shlex.join(args.command)
     )
     options = ["--hosts", args.hosts, "--rate", args.rate, "--timeout", args.timeout]
     return netlab.main([*options, "--", "sh", "-c", torchrun])

@@ -25,6 +25,7 @@ from .gpt2 import gpt2_plan
 from .llama import is_tutorial_llama, llama_plan
 from .losses import LossFunction, LossOfLabels, causal_lm_loss
 from .parts import Parts, Plan
+from .swin import image_classification_loss, swin_plan
 from .t5 import t5_plan
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "bert_plan",
     "causal_lm_loss",
     "gpt2_plan",
+    "image_classification_loss",
     "llama_plan",
     "plan_for",
+    "swin_plan",
     "t5_plan",
 ]
 
@@ -46,6 +49,7 @@ PLANS: dict[str, Callable[..., Plan]] = {
     "llama": llama_plan,
     "mistral": llama_plan,
     "qwen2": llama_plan,
+    "swin": swin_plan,
     "t5": t5_plan,
 }
 """Which function knows a model, by its ``config.model_type``."""
