@@ -1,0 +1,157 @@
+"""Models that transformers and Lightning load and train on a grid, beside themselves on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hf
+import pytest
+import torch
+import world
+from models import grid_mesh
+from torch import Tensor, nn
+
+NAMED = {
+    "model.embed_tokens": "rowwise_2d",
+    "model.layers.*.input_layernorm": "replicate_2d",
+    "model.layers.*.self_attn.q_proj": "colwise_2d",
+    "model.layers.*.self_attn.k_proj": "colwise_2d",
+    "model.layers.*.self_attn.v_proj": "colwise_2d",
+    "model.layers.*.self_attn.o_proj": "rowwise_2d",
+    "model.layers.*.post_attention_layernorm": "replicate_2d",
+    "model.layers.*.mlp.gate_proj": "colwise_2d",
+    "model.layers.*.mlp.up_proj": "colwise_2d",
+    "model.layers.*.mlp.down_proj": "rowwise_2d",
+    "model.norm": "replicate_2d",
+    "lm_head": "colwise_2d_gather_output",
+}
+VOCAB = 67
+
+
+def _llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The folder of a tiny Llama, saved once for each set of changes to its config."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def save(**changes: Any) -> str:
+        path = folder / "-".join(["llama", *(f"{k}{v}" for k, v in changes.items())])
+        if not path.exists():
+            _llama(**changes).save_pretrained(path)
+        return str(path)
+
+    return save
+
+
+def _on_one_device(path: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+
+
+def _by_plan(path: str, rows: int, columns: int, **options: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from torch_tp2d.integrations.transformers import from_pretrained
+    from torch_tp2d.plans import plan_for
+
+    mesh = grid_mesh(rows, columns)
+    plan = (lambda model: plan_for(model, mesh, **options)) if options else None
+    return from_pretrained(AutoModelForCausalLM, path, mesh, plan, dtype=torch.float64)
+
+
+def _by_name(path: str, rows: int, columns: int, **changes: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    from torch_tp2d.integrations.transformers import register
+
+    mesh = grid_mesh(rows, columns)
+    register(mesh)
+    plan = {**NAMED, **changes}
+    config = DistributedConfig(tp_size=rows * columns, tp_plan=plan)
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, distributed_config=config
+    )
+
+
+class _Reads:
+    """Counts the elements that transformers' loader reads from a checkpoint."""
+
+    def __enter__(self) -> _Reads:
+        from transformers import core_model_loading
+        from transformers.distributed.sharding_utils import DtensorShardOperation
+
+        self.sharded, self.whole = 0, 0
+        shard, copy = DtensorShardOperation.shard_tensor, core_model_loading._materialize_copy
+        self.patch = pytest.MonkeyPatch()
+
+        def read_shard(*args: Any, **kwargs: Any) -> Tensor:
+            value = shard(*args, **kwargs)
+            self.sharded += value.numel()
+            return value
+
+        def read_whole(*args: Any, **kwargs: Any) -> Tensor:
+            value = copy(*args, **kwargs)
+            self.whole += value.numel()
+            return value
+
+        self.patch.setattr(DtensorShardOperation, "shard_tensor", read_shard)
+        self.patch.setattr(core_model_loading, "_materialize_copy", read_whole)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+def _loaded_and_trained(
+    load: Callable[..., nn.Module], path: str, *grid: int, **options: Any
+) -> tuple[hf.Differences, float]:
+    """What differs over two AdamW steps, and this rank's share of the model times all ranks."""
+    reference = _on_one_device(path)
+    with _Reads() as reads:
+        model = load(path, *grid, **options)
+    parameters = list(model.parameters())
+    held = sum(param.to_local().numel() for param in parameters)
+    assert {param.device.type for param in parameters} == {"cpu"}
+    assert (reads.sharded, reads.whole) == (held, 0)
+    whole_logits = load is _by_name
+    seen = hf.train_beside(
+        reference,
+        model,
+        hf.causal_lm_batch(3, 9, VOCAB),
+        loss=hf.causal_lm_truth if whole_logits else hf.own_loss,
+        steps=2,
+    )
+    share = held * grid[0] * grid[1] / sum(param.numel() for param in reference.parameters())
+    return seen, share
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("load", [_by_plan, _by_name])
+def test_transformers_loads_straight_into_shards(
+    saved: Callable[..., str], load: Callable[..., nn.Module], rows: int, columns: int
+) -> None:
+    """Loss, gradients, clip norm and two AdamW steps; and each rank read no more than it keeps."""
+    for tied in (False, True):
+        path = saved(tie_word_embeddings=tied)
+        for seen, share in world.run(rows * columns, _loaded_and_trained, load, path, rows, columns):
+            assert seen.worst < hf.TOLERANCE, seen
+            # Five norms of 32 are whole on every rank, and 67 does not divide.
+            assert share < 1.1
