@@ -1,4 +1,4 @@
-"""Models that transformers and Lightning load and train on a grid, beside themselves on one device."""
+"""Models that transformers and Lightning load and train on a grid, beside one device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import hf
 import pytest
 import torch
 import world
-from models import grid_mesh
+from models import grid_mesh, relative
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_tp2d import Colwise2D, Rowwise2D
+
+world.preload("preload_integrations")
 
 NAMED = {
     "model.embed_tokens": "rowwise_2d",
@@ -151,7 +156,99 @@ def test_transformers_loads_straight_into_shards(
     """Loss, gradients, clip norm and two AdamW steps; and each rank read no more than it keeps."""
     for tied in (False, True):
         path = saved(tie_word_embeddings=tied)
-        for seen, share in world.run(rows * columns, _loaded_and_trained, load, path, rows, columns):
+        for seen, share in world.run(
+            rows * columns, _loaded_and_trained, load, path, rows, columns
+        ):
             assert seen.worst < hf.TOLERANCE, seen
             # Five norms of 32 are whole on every rank, and 67 does not divide.
             assert share < 1.1
+
+
+def _other_plans(path: str) -> list[float]:
+    """Options and a plan of one's own, saved again and loaded on one device, generation of text."""
+    mesh_path = f"{path}-saved-again"
+    model = _by_plan(path, 2, 2, sequence_parallel=False, loss_parallel=False)
+    reference = _on_one_device(path)
+    ids = hf.causal_lm_batch(4, 6, VOCAB)(0)["input_ids"]
+    with torch.no_grad():
+        differences = [relative(model(ids).logits, reference(ids).logits)]
+    model.save_pretrained(mesh_path)
+    again = _on_one_device(mesh_path)
+    for param, wanted in zip(again.parameters(), reference.parameters(), strict=True):
+        differences.append(relative(param.detach(), wanted.detach()))
+    return differences
+
+
+def test_what_was_loaded_is_saved_again(saved: Callable[..., str]) -> None:
+    path = saved(tie_word_embeddings=True)
+    for differences in world.run(4, _other_plans, path):
+        assert max(differences) < hf.TOLERANCE
+
+
+def _refusals(path: str, grouped: str, tied: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from torch_tp2d.integrations.transformers import from_pretrained, register
+
+    mesh = grid_mesh(2, 2)
+    ids = hf.causal_lm_batch(4, 6, VOCAB)(0)["input_ids"]
+    arguments = AutoModelForCausalLM, path, mesh
+    with pytest.raises(TypeError, match=r"\['tp_size'\] place a model without a grid"):
+        from_pretrained(*arguments, tp_size=4)
+    with pytest.raises(ValueError, match=r"'model.layerss.\*' matches no module.*nearest"):
+        from_pretrained(*arguments, {"model.layerss.*": Colwise2D()})
+    with pytest.raises(TypeError, match="'model.norm' on mesh .*Rowwise2D is for nn.Linear"):
+        from_pretrained(*arguments, {"model.norm": Rowwise2D()})
+    with pytest.raises(TypeError, match="'mine': expected a style of torch_tp2d"):
+        register(mesh, {"mine": Colwise2D})
+    unnamed = from_pretrained(*arguments, {"model.layers.*.mlp.up_proj": Colwise2D()})
+    for attempt in range(2):
+        with pytest.raises(ValueError, match="no plan entry names.*embed_tokens.weight"):
+            unnamed(ids)
+            pytest.fail(f"attempt {attempt} ran")
+
+    # By name: what no rule names, what is left to the model's own rules, heads that would split.
+    model = _by_name(path, 2, 2, **{"model.norm": "replicate"})
+    for attempt in range(2):
+        with pytest.raises(ValueError, match=r"no plan entry names.*model.norm.weight \(32,\)"):
+            model(ids)
+            pytest.fail(f"attempt {attempt} ran")
+    model = _by_name(path, 2, 2, lm_head="colwise_gather_output")
+    with pytest.raises(ValueError, match="lm_head.weight is on mesh"):
+        model(ids)
+    model = _by_name(grouped, 1, 4)
+    with pytest.raises(ValueError, match=r"k_proj.*2 heads of 8.*do not divide over tp_col=4"):
+        model(ids)
+    # A tie between two layouts shows only when transformers ties again, after loading.
+    with pytest.raises(ValueError, match="tied to another module's"):
+        _by_name(tied, 2, 2, **{"model.embed_tokens": "colwise_2d"})(ids)
+
+
+def _a_part_of_the_world(path: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    from torch_tp2d.integrations.transformers import from_pretrained, register
+
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    grid = mesh["tp_row", "tp_col"]
+    with pytest.raises(ValueError, match="has 2 of 4 ranks.*make a grid of 4"):
+        from_pretrained(AutoModelForCausalLM, path, grid)
+    register(grid)
+    config = DistributedConfig(tp_size=4, tp_plan=NAMED)
+    with pytest.raises(ValueError, match="the grid .* is of ranks .*over ranks"):
+        AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+
+
+def test_transformers_refusals(saved: Callable[..., str]) -> None:
+    world.run(4, _refusals, saved(), saved(num_key_value_heads=2), saved(tie_word_embeddings=True))
+    world.run(4, _a_part_of_the_world, saved())
+
+
+def test_another_transformers() -> None:
+    from torch_tp2d.integrations.transformers import check_version
+
+    check_version("5.23.1.dev0")
+    for found in ("4.57.6", "6.0"):
+        with pytest.raises(ImportError, match=rf"works with .* to 5.23, but this is {found}"):
+            check_version(found)

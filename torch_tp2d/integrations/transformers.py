@@ -14,6 +14,7 @@ then ``fully_shard``, and load by ``torch.distributed.checkpoint``.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
@@ -278,14 +279,22 @@ def register(mesh: DeviceMesh, styles: Mapping[str, GridStyle] | None = None) ->
 
 class _AppliedByName(_AppliedByLoader):
     def apply(self, style: ParallelStyle, module: nn.Module) -> None:
+        before = copy.copy(module)
         super().apply(style, module)
-        _FirstCall.of(module, style, self.mesh)
+        _FirstCall.of(module, _Named(before, style, self.mesh, dict(_placements(module))))
 
 
 class _Named(NamedTuple):
+    before: nn.Module
+    """The module as it was, which tells what kind it is."""
     style: ParallelStyle
     mesh: DeviceMesh
     placements: dict[str, tuple[Placement, ...]]
+
+
+def _placements(module: nn.Module) -> Iterator[tuple[str, tuple[Placement, ...]]]:
+    for name, param in module.named_parameters():
+        yield name, param.placements if isinstance(param, dt.DTensor) else ()
 
 
 class _FirstCall:
@@ -298,13 +307,8 @@ class _FirstCall:
     handle: RemovableHandle | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-        placements = {
-            name: param.placements
-            for name, param in module.named_parameters()
-            if isinstance(param, dt.DTensor)
-        }
-        cls.waiting[module] = _Named(style, mesh, placements)
+    def of(cls, module: nn.Module, named: _Named) -> None:
+        cls.waiting[module] = named
         if cls.handle is None:
             cls.handle = register_module_forward_pre_hook(cls.check)
 
@@ -314,16 +318,26 @@ class _FirstCall:
             return
         found = [(name, module) for name, module in model.named_modules() if module in cls.waiting]
         for name, module in found:
-            style, mesh, placements = cls.waiting[module]
+            before, style, mesh, placements = cls.waiting[module]
             parent = model.get_submodule(name.rpartition(".")[0])
             assert isinstance(style, GridStyle)
-            _check_heads(_Entry(name, name, module, parent, style), Grid(mesh, style.axes))
-            for parameter, wanted in placements.items():
-                param = module.get_parameter(parameter)
-                have = param.placements if isinstance(param, dt.DTensor) else ()
-                if have != wanted:
-                    raise ValueError(f"{name!r}: {tied_message(module, parameter, wanted, have)}")
+            try:
+                _check_heads(_Entry(name, name, before, parent, style), Grid(mesh, style.axes))
+                for parameter, have in _placements(module):
+                    if have != placements[parameter]:
+                        raise ValueError(
+                            tied_message(module, parameter, placements[parameter], have)
+                        )
+            except ValueError as error:
+                raise ValueError(f"{name!r} on mesh {describe_mesh(mesh)}: {error}") from None
         for mesh in {cls.waiting[module].mesh for _, module in found}:
+            for name, param in model.named_parameters():
+                if isinstance(param, dt.DTensor) and param.device_mesh != mesh:
+                    raise ValueError(
+                        f"{name} is on mesh {describe_mesh(param.device_mesh)} by a rule of the "
+                        f"model's own tp_plan, but others are on {describe_mesh(mesh)}: name its "
+                        f"module in the tp_plan too"
+                    )
             _FirstForward(mesh, [])(model, args)
         for _, module in found:
             del cls.waiting[module]
