@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hf
+import models
 import pytest
 import torch
+import torch.distributed as dist
 import world
 from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from torch_tp2d import Colwise2D, Rowwise2D
 
@@ -252,3 +258,122 @@ def test_another_transformers() -> None:
     for found in ("4.57.6", "6.0"):
         with pytest.raises(ImportError, match=rf"works with .* to 5.23, but this is {found}"):
             check_version(found)
+
+
+STEPS = 4
+"""Of Lightning's training, each an epoch of one batch; interrupted after half of them."""
+
+
+def _lightning_trainer(strategy: Any, devices: int, steps: int, folder: str, **kwargs: Any) -> Any:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    # What torchrun would have set; the ranks are here already.
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        plugins=[TorchElasticEnvironment()],
+        max_epochs=steps,
+        gradient_clip_val=0.5,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        **kwargs,
+    )
+
+
+def _lit_transformer() -> Any:
+    from lightning.pytorch import LightningModule
+
+    class LitTransformer(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = models.transformer(33)
+            self.losses: list[float] = []
+
+        def configure_model(self) -> None:
+            mesh = self.device_mesh
+            if any(isinstance(param, DTensor) for param in self.parameters()):
+                return
+            models.parallelize(self.model, mesh["tp_row", "tp_col"], models.plan_2d())
+            if mesh["data_parallel"].size() > 1:
+                fully_shard(self.model, mesh=mesh["data_parallel"])
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            ids, target = batch
+            loss = models.loss_of(self.model(ids), target)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return LitTransformer()
+
+
+def _data() -> Any:
+    batch = models.batch(3, 13, 33)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=3)
+
+
+def _lightning(folder: str, save_distributed: bool) -> list[float]:
+    """Trained on 2 x 2, interrupted and resumed on 1 x 4, beside one device without Lightning."""
+    from torch_tp2d.integrations.lightning import GridStrategy
+
+    reference = models.transformer(33)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    wanted = []
+    ids, target = models.batch(3, 13, 33)
+    for _ in range(STEPS):
+        loss = models.loss_of(reference(ids), target)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+
+    differences = []
+    path = f"{folder}/checkpoint"
+    for grid, until in (((2, 2), STEPS // 2), ((1, 4), STEPS)):
+        model = _lit_transformer()
+        strategy = GridStrategy(*grid, save_distributed_checkpoint=save_distributed)
+        trainer = _lightning_trainer(strategy, 4, until, folder)
+        trainer.fit(model, _data(), ckpt_path=path if until == STEPS else None)
+        held = sum(param.to_local().numel() for param in model.parameters())
+        assert held < 0.34 * sum(param.numel() for param in reference.parameters())
+        differences += [
+            abs(loss / true - 1)
+            for loss, true in zip(model.losses, wanted[until - STEPS // 2 : until], strict=True)
+        ]
+        trainer.save_checkpoint(path)
+    ours = dict(model.model.named_parameters())
+    for name, param in reference.named_parameters():
+        differences.append(relative(ours[name].detach(), param.detach()))
+    return differences
+
+
+def _lightning_refusals(folder: str) -> None:
+    from torch_tp2d.integrations.lightning import GridStrategy
+
+    with pytest.raises(ValueError, match="1 or more, not data_parallel_size=1, rows=0"):
+        GridStrategy(0, 2)
+    trainer = _lightning_trainer(GridStrategy(2, 2), 2, 1, folder)
+    with pytest.raises(ValueError, match=r"rows=2, columns=2 make 4 ranks.*has 2 \(devices=2"):
+        trainer.fit(_lit_transformer(), _data())
+
+
+@pytest.mark.parametrize("save_distributed", [True, False])
+def test_lightning_trains_and_resumes_on_another_grid(
+    tmp_path: Path, save_distributed: bool
+) -> None:
+    pytest.importorskip("lightning")
+    if save_distributed:
+        world.run(1, _lightning_refusals, str(tmp_path))
+    for differences in world.run(4, _lightning, str(tmp_path), save_distributed):
+        assert max(differences) < 1e-11
