@@ -4,10 +4,11 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 :class:`Colwise2D` and ``RowwiseParallel`` to :class:`Rowwise2D`, on ``mesh["tp_row", "tp_col"]``.
 """
 
+from .attention import Attention2D, attention2d, attention_projections
 from .counter import CommCounter
 from .lift import Lifted
 from .loss import cross_entropy
-from .ops import attention as _attention  # noqa: F401  registers a sharding rule
+from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import parallelize_module
 from .replicate import Replicate
 from .styles import Block2DParallel, Colwise2D, GridStyle, Norm2D, Rowwise2D
@@ -15,6 +16,7 @@ from .styles import Block2DParallel, Colwise2D, GridStyle, Norm2D, Rowwise2D
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attention2D",
     "Block2DParallel",
     "Colwise2D",
     "CommCounter",
@@ -23,6 +25,9 @@ __all__ = [
     "Norm2D",
     "Replicate",
     "Rowwise2D",
+    "attention2d",
+    "attention_projections",
+    "balanced_order",
     "cross_entropy",
     "parallelize_module",
 ]

@@ -72,6 +72,7 @@ class _LiftedPrepare(GridStyle):
     """PrepareModuleInput and PrepareModuleOutput along tp_col, as hooks on the module."""
 
     is_hook = True
+    places_inside = False
 
     def __init__(
         self,
@@ -309,6 +310,7 @@ class Lifted(GridStyle):
         self.lifted = lift(style, use_local_output, row_dim)
         self.lifted.axes = axes
         self.is_hook = self.lifted.is_hook
+        self.places_inside = self.lifted.places_inside
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         self.lifted.check(module, grid)

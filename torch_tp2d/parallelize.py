@@ -207,14 +207,23 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
     weight: Any = entry.module.weight
-    out = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    features = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    one = getattr(entry.parent, "split_size", None)
+    if isinstance(one, int) and features > one > 0 and features // one != style.parts:
+        raise ValueError(
+            f"{describe_module(entry.module)} is {features // one} projections of {one} features "
+            f"side by side, and its module splits its output into them: a plain shard would mix "
+            f"them up, give it parts={features // one}"
+        )
+    out = features // style.parts
     if head is None or out % head:
         return
     if (out // head) % grid.col.size:
         raise ValueError(
             f"{describe_module(entry.module)} projects into {out // head} heads of {head}, which "
             f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "
-            f"{grid.col.name} divides {out // head}, or use_local_output=False"
+            f"{grid.col.name} divides {out // head}, or the styles of attention_projections() with "
+            f"Attention2D, or use_local_output=False"
         )
 
 
@@ -225,7 +234,7 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     different tokens, so their gradients have to be summed. What holds a matrix is not replicated
     unasked; the first forward refuses it.
     """
-    styled = [e.module for e in entries if not _is_hook(e.style)]
+    styled = [e.module for e in entries if getattr(e.style, "places_inside", True)]
     covered = {id(inner) for module in styled for inner in module.modules()}
     names = {id(module): name for name, module in root.named_modules()}
     scopes = set()

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from . import layouts
+from .comm import deal_grad
 from .edges import enter, leave
 from .grid import Axes, Grid, describe_mesh
 from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
@@ -54,6 +55,8 @@ class GridStyle(ParallelStyle):
     axes: Axes = TP_COL
     is_hook: bool = False
     """Whether the module goes on running as it is, and so may have another style beside."""
+    places_inside: bool = True
+    """Whether the parameters of all modules inside are the style's business."""
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that this style cannot parallelize on this grid.
@@ -212,6 +215,7 @@ class _MatmulStyle(GridStyle):
         reshard_after_forward: bool | None = None,
         regather_input: bool = False,
         grad_layouts: LayoutLike = None,
+        parts: int = 1,
     ) -> None:
         super().__init__()
         layouts.check_row_dim(row_dim)
@@ -232,6 +236,13 @@ class _MatmulStyle(GridStyle):
                 f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
                 f'backward: regather_input is for Colwise2D with "ring", leave it out'
             )
+        if parts < 1 or (parts > 1 and not (self.rule is layouts.COLWISE and use_local_output)):
+            raise ValueError(
+                f"parts is the number of projections that a fused weight holds side by side, at "
+                f"least 1, for Colwise2D with use_local_output=True, not {parts} for "
+                f"{type(self).__name__}"
+            )
+        self.parts = parts
         self.reshard_after_forward = reshard_after_forward
         self.regather_input = regather_input
         self.given_layouts = input_layouts, output_layouts, grad_layouts
@@ -246,6 +257,11 @@ class _MatmulStyle(GridStyle):
                 raise ValueError(
                     f"{type(self).__name__}: layouts are made of Shard and Replicate, not {layout}"
                 )
+        if parts > 1 and self.output_layouts != (row, Shard(-1)):
+            raise ValueError(
+                f"parts={parts} is for an output whose features are split, {(row, Shard(-1))}, "
+                f"not {self.output_layouts}: a whole output has the projections side by side anyway"
+            )
 
     shards_over_row = True
     """Whether tp_row holds 1/R of the weight; lifted stock styles replicate it there."""
@@ -264,7 +280,7 @@ class _MatmulStyle(GridStyle):
         if getattr(module, "bias", None) is not None:
             yield module, "bias", (Replicate(), Shard(0))
 
-    def check(self, module: nn.Module, grid: Grid) -> None:
+    def check(self, module: Any, grid: Grid) -> None:
         super().check(module, grid)
         style = type(self).__name__
         if is_embedding(module):
@@ -289,6 +305,14 @@ class _MatmulStyle(GridStyle):
                 f"{style} is for nn.Linear, {'nn.Embedding ' if self.embeddings else ''}and "
                 f"Conv1D with their own forward, not {describe_module(module)}: name the Linear "
                 f"modules inside it, or use Norm2D for a norm and Replicate for anything else"
+            )
+        features = module.weight.shape[1 if is_conv1d(module) else 0]
+        if self.parts > 1 and (is_embedding(module) or features % (self.parts * grid.col.size)):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: its {features} "
+                f"features are not {self.parts} projections that divide over "
+                f"{grid.col.name}={grid.col.size}: use another number of columns, or "
+                f"output_layouts=Replicate() without parts"
             )
         if self.dataflow == STATIONARY and self.algorithm not in ("auto", "collective"):
             raise ValueError(
@@ -324,10 +348,18 @@ class _MatmulStyle(GridStyle):
         )
 
     def __repr__(self) -> str:
+        options = {
+            "reshard_after_forward": (self.reshard_after_forward, None),
+            "regather_input": (self.regather_input, False),
+            "grad_layouts": (self.grad_layouts, None),
+            "parts": (self.parts, 1),
+        }
+        given = [f", {name}={x!r}" for name, (x, default) in options.items() if x != default]
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, "
             f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
-            f"row_dim={self.row_dim}, dataflow={self.dataflow!r}, algorithm={self.algorithm!r})"
+            f"row_dim={self.row_dim}, dataflow={self.dataflow!r}, algorithm={self.algorithm!r}"
+            f"{''.join(given)})"
         )
 
 
@@ -349,6 +381,7 @@ class _LinearRunner(Runner):
         self.grid = grid
         self.row_dim = style.row_dim
         self.in_features, self.out_features = in_features, out_features
+        self.parts, self.out_dim = style.parts, int(transposed)
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
         self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.op = LinearOp(
@@ -365,11 +398,18 @@ class _LinearRunner(Runner):
         self.operand: Layout = row, Replicate() if gathers and whole else Shard(-1)
         self.result: Layout = row, Partial() if whole and not gathers else Shard(-1)
 
+    def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that this rank multiplies its output features by."""
+        weight, bias = local_shard(module.weight), local_shard(module.bias)
+        if self.parts > 1:
+            return deal_grad(weight, self.out_dim, bias, self.parts, self.grid.col)
+        return weight, bias
+
     def prepare(self, module: Any) -> Ready | None:
         """Start gathering the weight; None if it is not there to be gathered."""
         if isinstance(module.weight, DTensor) and module.weight.device_mesh != self.grid.mesh:
             return None
-        weight, bias = local_shard(module.weight), local_shard(module.bias)
+        weight, bias = self._shards(module)
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -390,7 +430,7 @@ class _LinearRunner(Runner):
         )
         have, op = self.result, self._op(x)
         if ready is None:
-            y = linear2d(x, local_shard(module.weight), local_shard(module.bias), op)
+            y = linear2d(x, *self._shards(module), op)
         else:
             shards = self._leaves_by(x)
             if shards is not None:
@@ -443,6 +483,7 @@ class _StationaryRunner(Runner):
         self.grid = grid
         self.row_dim = style.row_dim
         self.in_features, self.out_features = in_features, out_features
+        self.parts = style.parts
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
         self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.operand, self.result = style.rule.stationary_input, style.rule.stationary_output
@@ -457,7 +498,7 @@ class _StationaryRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
         y = stationary2d(x, local_shard(module.weight), local_shard(module.bias), self.op)
-        return leave(
+        y = leave(
             y,
             self.result,
             self.wanted_out,
@@ -466,6 +507,10 @@ class _StationaryRunner(Runner):
             use_local_output=self.use_local_output,
             grad_layouts=self.grad_layouts,
         )
+        if self.parts > 1:
+            # The weight is not to move, so the few tokens' features do.
+            y, _ = deal_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
+        return y
 
 
 class EmbeddingRunner(Runner):
@@ -598,6 +643,12 @@ class Colwise2D(_MatmulStyle):
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along
             ``tp_row``, added to other tokens in each row: Partial there).
+        parts: how many projections of one size a fused weight holds side by side: 3 for the
+            queries, keys and values of GPT-2's ``c_attn``. The weight is sharded as any other
+            (and so saved as one matrix), but the output is this rank's share of each projection,
+            side by side. For that the ranks along ``tp_col`` exchange columns of their shards
+            before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
+            stationary, they exchange the output's features instead.
 
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.

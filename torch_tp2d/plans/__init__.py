@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..grid import check_mesh
-from .llama import llama_plan
+from .gpt2 import gpt2_plan
+from .llama import is_tutorial_llama, llama_plan
 from .losses import LossFunction, causal_lm_loss
 from .parts import Parts, Plan
 
@@ -29,11 +30,13 @@ __all__ = [
     "Parts",
     "Plan",
     "causal_lm_loss",
+    "gpt2_plan",
     "llama_plan",
     "plan_for",
 ]
 
 PLANS: dict[str, Callable[..., Plan]] = {
+    "gpt2": gpt2_plan,
     "llama": llama_plan,
     "mistral": llama_plan,
     "qwen2": llama_plan,
@@ -59,11 +62,13 @@ def plan_for(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     check_mesh(mesh)
     kind = getattr(getattr(model, "config", None), "model_type", None)
     plan = PLANS.get(kind) if isinstance(kind, str) else None
+    if plan is None and is_tutorial_llama(model):
+        plan = llama_plan
     if plan is None:
-        told = f"of model_type {kind!r}" if kind is not None else "without a config"
+        told = "without config.model_type" if kind is None else f"of model_type {kind!r}"
         raise ValueError(
-            f"{type(model).__name__} ({told}) has no ready plan; there are plans for "
-            f"{sorted(PLANS)}: write a plan by hand, "
-            f"as a dict of module names and styles"
+            f"{type(model).__name__} ({told}) has no ready plan; there are plans for the Hugging "
+            f"Face models of type {sorted(PLANS)} and for the PyTorch tutorial's Llama 2: write "
+            f"the plan by hand, as a dict of module names and styles"
         )
     return plan(model, mesh, **options)

@@ -54,6 +54,7 @@ class LossFunction(GridStyle):
     """
 
     is_hook = True
+    places_inside = False
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()

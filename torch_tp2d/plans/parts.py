@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from ..layouts import check_row_dim
+from ..attention import Attention2D, attention_projections
+from ..grid import check_mesh
+from ..layouts import TP_COL, check_row_dim
 from ..lift import Lifted
 from ..replicate import Replicate
 from ..styles import Colwise2D, Rowwise2D
 
-__all__ = ["Parts", "Plan", "inner_prefix"]
+__all__ = ["AttentionParts", "Parts", "Plan", "first_layer", "inner_prefix"]
 
 Plan = dict[str, ParallelStyle]
+
+
+class AttentionParts(NamedTuple):
+    """The styles of an attention module and of the projections inside."""
+
+    module: Attention2D
+    q: Colwise2D
+    kv: Colwise2D
+    o: Rowwise2D
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,40 @@ class Parts:
             **options,
         )
 
+    def attention(
+        self,
+        mesh: DeviceMesh,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        fused: int = 1,
+        **options: Any,
+    ) -> AttentionParts:
+        """An attention module, of whose heads each column computes its share.
+
+        Args:
+            num_kv_heads: key and value heads; None for as many as of queries.
+            fused: how many projections ``q`` does at once, side by side: its style is for all.
+            options: of :class:`torch_tp2d.Attention2D`.
+        """
+        check_mesh(mesh)
+        columns = mesh[TP_COL].size()
+        q, kv, o = attention_projections(
+            num_heads,
+            num_kv_heads,
+            columns,
+            row_dim=self.row_dim,
+            matmul_algorithm=self.algorithm,
+            output_layouts=self.residual,
+            use_local_output=False,
+        )
+        if fused > 1 and num_heads % columns == 0:
+            q = self.colwise(parts=fused)
+        style = Attention2D(
+            row_dim=self.row_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, **options
+        )
+        return AttentionParts(style, q, kv, o)
+
     def head(self) -> Colwise2D:
         """From the residual stream to logits over a vocabulary."""
         if self.loss_parallel:
@@ -97,3 +143,14 @@ def inner_prefix(model: nn.Module) -> str:
     """``"model."`` of a Hugging Face model with a head around its base model, else ``""``."""
     name = getattr(model, "base_model_prefix", "")
     return f"{name}." if name and isinstance(getattr(model, name, None), nn.Module) else ""
+
+
+def first_layer(model: nn.Module, name: str) -> Any:
+    """The first of the layers called ``name``, after which the others are made.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    for layer in model.get_submodule(name).children():
+        return layer
+    raise ValueError(f"{type(model).__name__} has no layers in {name!r}: a plan would be empty")
