@@ -85,6 +85,7 @@ def parallelize_module(
     for entry in entries:
         entry.style.src_data_rank = src_data_rank
         entry.style._apply(entry.module, mesh)
+    _tie_again(ties)
     _FirstForward.watch(module, mesh, ties)
     return module
 
@@ -234,7 +235,11 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     different tokens, so their gradients have to be summed. What holds a matrix is not replicated
     unasked; the first forward refuses it.
     """
-    styled = [e.module for e in entries if getattr(e.style, "places_inside", True)]
+    styled = [
+        e.module
+        for e in entries
+        if not _is_hook(e.style) and getattr(e.style, "places_inside", True)
+    ]
     covered = {id(inner) for module in styled for inner in module.modules()}
     names = {id(module): name for name, module in root.named_modules()}
     scopes = set()
@@ -285,6 +290,22 @@ def _ties(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
             if param is not None:
                 owners[id(param)].append((f"{prefix}.{name}" if prefix else name, module, name))
     return [group for group in owners.values() if len(group) > 1]
+
+
+def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
+    """Give a placed parameter to a module that shares it and that no plan entry names.
+
+    Such a module has no use for it in its own forward, or can do with a DTensor: BERT's head
+    holds its decoder's bias for the sake of its name in checkpoints.
+    """
+    for group in ties:
+        params = [owner._parameters[attribute] for _, owner, attribute in group]
+        placed = next((param for param in params if isinstance(param, DTensor)), None)
+        if placed is None:
+            continue
+        for (_, owner, attribute), param in zip(group, params, strict=True):
+            if not isinstance(param, DTensor):
+                owner.register_parameter(attribute, placed)
 
 
 class _FirstForward:

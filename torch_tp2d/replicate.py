@@ -18,7 +18,7 @@ from .layouts import Layout, as_layout, check_row_dim, normalize
 from .recognise import is_embedding
 from .styles import EmbeddingRunner, GridStyle, LayoutLike, Runner, local_shard
 
-__all__ = ["Replicate", "WholeRunner"]
+__all__ = ["Replicate", "SumGrads", "WholeRunner"]
 
 _WHOLE: Layout = dt.Replicate(), dt.Replicate()
 
@@ -139,9 +139,9 @@ class WholeRunner(Runner):
 
     def _guess(self, x: Tensor) -> Layout:
         """The layout of a local input for which none was declared."""
-        known = self.grid.tokens.shape
+        known = self.grid.tokens_of(x)
         row = Shard(self.row_dim)
-        if known is not None and x.ndim > 2 and len(known) == 2 and x.shape[1] < known[1]:
+        if known is not None and len(known) == 2 and x.shape[1] < known[1]:
             return row, Shard(1)
         return row, dt.Replicate()
 
@@ -176,7 +176,8 @@ class WholeRunner(Runner):
                 y = y.redistribute(placements=target)
         if not use_local:
             return y
-        return self.grid.with_stand_in(y.to_local(), self.grid.layout(y, self.row_dim))
+        layout = self.grid.layout(y, self.row_dim)
+        return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
 
     def _run_locally(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
         """A module that takes tokens one by one, on the local shard: no DTensor dispatch."""
@@ -187,7 +188,7 @@ class WholeRunner(Runner):
             if isinstance(placement, Shard) and axis.size > 1
         ]
         params = (local_shard(module._parameters.get(name)) for name in ("weight", "bias"))
-        y = self.locally(module, x.to_local(), *_SumGrads.apply(axes, *params))
+        y = self.locally(module, x.to_local(), *SumGrads.apply(axes, *params))
         return to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
 
 
@@ -219,7 +220,7 @@ def _local_math(module: nn.Module) -> _LocalMath | None:
     return None
 
 
-class _SumGrads(torch.autograd.Function):
+class SumGrads(torch.autograd.Function):
     """Whole parameters used on different tokens: their gradients are summed, in one transfer."""
 
     @staticmethod

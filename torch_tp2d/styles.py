@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from . import layouts
 from .comm import deal_grad
 from .edges import enter, leave
-from .grid import Axes, Grid, describe_mesh
+from .grid import Axes, Grid, Sizes, describe_mesh
 from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
 from .ops.embedding import embedding2d
 from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
@@ -419,6 +419,7 @@ class _LinearRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         arriving = self.in_rounds and not torch.compiler.is_compiling()
         ready = fetch(module, self.prepare) if arriving else None
+        sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
         x = enter(
             x,
             self.declared,
@@ -428,7 +429,7 @@ class _LinearRunner(Runner):
             self.in_features,
             arriving=arriving,
         )
-        have, op = self.result, self._op(x)
+        have, op = self.result, self._op(x, tokens)
         if ready is None:
             y = linear2d(x, *self._shards(module), op)
         else:
@@ -446,15 +447,16 @@ class _LinearRunner(Runner):
             self.out_features,
             use_local_output=self.use_local_output,
             grad_layouts=self.grad_layouts,
+            sizes=sizes,
         )
 
-    def _op(self, x: Tensor) -> LinearOp:
+    def _op(self, x: Tensor, tokens: Sizes | None) -> LinearOp:
         """The op, which keeps its gathered weight if that is no larger than ``x``.
 
         Decided by sizes that all ranks know: a rank with fewer tokens has to decide alike.
         """
-        tokens, cut = self.grid.tokens.shape, self.op.cut
-        if self.may_reshard and tokens is not None and x.ndim == len(tokens) + 1:
+        cut = self.op.cut
+        if self.may_reshard and tokens is not None:
             longest = math.prod(tokens) // tokens[self.row_dim]
             longest *= self.grid.row.split(tokens[self.row_dim])[0]
             if cut.p * cut.col.split(cut.q)[cut.col.index] > longest * x.shape[-1]:
@@ -496,6 +498,7 @@ class _StationaryRunner(Runner):
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        sizes = self.grid.sizes_of(x)
         x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
         y = stationary2d(x, local_shard(module.weight), local_shard(module.bias), self.op)
         y = leave(
@@ -506,6 +509,7 @@ class _StationaryRunner(Runner):
             self.out_features,
             use_local_output=self.use_local_output,
             grad_layouts=self.grad_layouts,
+            sizes=sizes,
         )
         if self.parts > 1:
             # The weight is not to move, so the few tokens' features do.
@@ -576,7 +580,7 @@ class EmbeddingRunner(Runner):
             self.hidden,
             use_local_output=self.use_local_output,
             grad_layouts=grads,
-            extents=tuple(ids.shape),
+            sizes=tuple(ids.shape),
         )
 
 
@@ -853,7 +857,7 @@ class _NormRunner(Runner):
         self.use_local_output = style.use_local_output
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        hidden = self.norm.hidden
+        hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
         x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
         weight = local_shard(getattr(module, "weight", None))
         if weight is not None and self.norm.weight_offset:
@@ -875,4 +879,5 @@ class _NormRunner(Runner):
             self.grid,
             hidden,
             use_local_output=self.use_local_output,
+            sizes=sizes,
         )

@@ -20,26 +20,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..grid import check_mesh
+from .bert import bert_plan
 from .gpt2 import gpt2_plan
 from .llama import is_tutorial_llama, llama_plan
-from .losses import LossFunction, causal_lm_loss
+from .losses import LossFunction, LossOfLabels, causal_lm_loss
 from .parts import Parts, Plan
+from .t5 import t5_plan
 
 __all__ = [
     "LossFunction",
+    "LossOfLabels",
     "Parts",
     "Plan",
+    "bert_plan",
     "causal_lm_loss",
     "gpt2_plan",
     "llama_plan",
     "plan_for",
+    "t5_plan",
 ]
 
 PLANS: dict[str, Callable[..., Plan]] = {
     "gpt2": gpt2_plan,
+    "bert": bert_plan,
     "llama": llama_plan,
     "mistral": llama_plan,
     "qwen2": llama_plan,
+    "t5": t5_plan,
 }
 """Which function knows a model, by its ``config.model_type``."""
 

@@ -13,7 +13,7 @@ from ..grid import Grid
 from ..loss import cross_entropy
 from ..styles import GridStyle, Runner
 
-__all__ = ["LossFunction", "causal_lm_loss"]
+__all__ = ["LossFunction", "LossOfLabels", "causal_lm_loss"]
 
 
 def causal_lm_loss(
@@ -72,3 +72,37 @@ class LossFunction(GridStyle):
 
     def __repr__(self) -> str:
         return f"LossFunction({self.function.__name__})"
+
+
+class LossOfLabels(GridStyle):
+    """For a model that computes its loss in its own forward: the plan's entry for ``""``.
+
+    Given ``labels=``, the model runs without them and the loss, the mean cross entropy of its
+    logits over the labels that are not -100, is that of :func:`torch_tp2d.cross_entropy`. A model
+    that makes its decoder's inputs of the labels (``prepare_decoder_input_ids_from_labels``) does.
+    """
+
+    is_hook = True
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        """Fits any module."""
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _LossRunner()
+
+
+class _LossRunner(Runner):
+    style = "LossOfLabels"
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.pop("labels", None)
+        if labels is None:
+            return forward(*args, **kwargs)
+        shifted = getattr(module, "prepare_decoder_input_ids_from_labels", None)
+        names = ("decoder_input_ids", "decoder_inputs_embeds")
+        if shifted is not None and len(args) < 3 and all(kwargs.get(n) is None for n in names):
+            kwargs["decoder_input_ids"] = shifted(labels)
+        outputs = forward(*args, **kwargs)
+        if isinstance(outputs, tuple):
+            return cross_entropy(outputs[0], labels), *outputs
+        return type(outputs)(loss=cross_entropy(outputs["logits"], labels), **outputs)
