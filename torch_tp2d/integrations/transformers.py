@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..grid import Grid, check_mesh, describe_mesh
+from ..layouts import Layout
 from ..parallelize import (
     _check_heads,
     _checked_entries,
@@ -43,7 +44,15 @@ from ..parallelize import (
 from ..plans import plan_for
 from ..recognise import describe_module
 from ..replicate import Replicate
-from ..styles import Block2DParallel, Colwise2D, GridStyle, Norm2D, Rowwise2D, tied_message
+from ..styles import (
+    Block2DParallel,
+    Colwise2D,
+    GridStyle,
+    Norm2D,
+    Rowwise2D,
+    place_parameter,
+    tied_message,
+)
 
 __all__ = ["NAMES", "from_pretrained", "register"]
 
@@ -75,6 +84,7 @@ from transformers.distributed.tensor_parallel import (  # noqa: E402
 )
 
 Plan = Mapping[str, ParallelStyle | dt.Replicate]
+_Tied = tuple[str, nn.Module, str]
 
 NAMES: dict[str, Callable[[], GridStyle]] = {
     "colwise_2d": Colwise2D,
@@ -141,7 +151,7 @@ def from_pretrained(
         return parallelize_module(model_class.from_pretrained(path, **kwargs), mesh, chosen)
     entries = _checked_entries(skeleton, mesh, chosen)
     ties = _ties(skeleton)
-    config = DistributedConfig(tp_size=world, tp_plan=_by_turns(skeleton, mesh, entries))
+    config = DistributedConfig(tp_size=world, tp_plan=_by_turns(skeleton, mesh, entries, ties))
     model: nn.Module = model_class.from_pretrained(path, distributed_config=config, **kwargs)
     for entry in entries:
         # Of the model itself, which no rule of transformers can name.
@@ -166,10 +176,41 @@ def _on_meta(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> nn.Modul
     return model
 
 
-def _found(model: nn.Module, tied: tuple[str, nn.Module, str]) -> tuple[str, nn.Module, str]:
+def _found(model: nn.Module, tied: _Tied) -> _Tied:
     """A tied parameter of the skeleton in the model that was loaded."""
     name, _, attribute = tied
     return name, model.get_submodule(name.rpartition(".")[0]), attribute
+
+
+class _AsTied(ParallelStyle):
+    """Places a parameter that no entry names as the modules do with which it is shared."""
+
+    def __init__(self, name: str, layout: Layout) -> None:
+        super().__init__()
+        self.name = name
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place_parameter(module, self.name, Grid(device_mesh), self.layout, self.src_data_rank)
+        return module
+
+
+def _as_tied(entries: list[_Entry], ties: list[list[_Tied]]) -> Iterator[tuple[str, ParallelStyle]]:
+    """The modules that share a parameter with a styled one and have no style of their own.
+
+    transformers loads a shared parameter into whichever of its modules it takes for the first.
+    """
+    layouts = {
+        (owner, name): layout
+        for entry in entries
+        if isinstance(entry.style, GridStyle)
+        for owner, name, layout in entry.style.param_layouts(entry.module)
+    }
+    for group in ties:
+        layout = next((layouts[o, a] for _, o, a in group if (o, a) in layouts), None)
+        for name, owner, attribute in group:
+            if layout is not None and (owner, attribute) not in layouts:
+                yield name.rpartition(".")[0], _AsTied(attribute, layout)
 
 
 def _generic(name: str) -> str:
@@ -177,15 +218,19 @@ def _generic(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _by_turns(skeleton: Any, mesh: DeviceMesh, entries: list[_Entry]) -> dict[str, str]:
+def _by_turns(
+    skeleton: Any, mesh: DeviceMesh, entries: list[_Entry], ties: list[list[_Tied]]
+) -> dict[str, str]:
     """A ``tp_plan`` of registered styles that apply the entries.
 
     A rule of transformers speaks for a module of every layer, an entry of ours for one module; its
     loader goes through the modules in the model's order, which is the skeleton's.
     """
-    styles = defaultdict(list)
+    styles: dict[str, list[ParallelStyle]] = defaultdict(list)
     for entry in entries:
         styles[entry.name].append(entry.style)
+    for name, style in _as_tied(entries, ties):
+        styles[name].append(style)
     # The model's own rules are overridden one by one: those for which we have nothing, by nothing.
     rules = {_generic(name) for name in styles if name} | set(skeleton.tp_plan)
     turns = defaultdict(list)
