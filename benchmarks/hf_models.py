@@ -114,7 +114,7 @@ def task(kind: str, ids: Tensor, vocab: int, seed: int) -> Batch:
         return {"input_ids": ids, "labels": ids}
     if kind == "t5":
         half = ids.shape[1] // 2
-        return {"input_ids": ids[:, :half], "labels": ids[:, half:]}
+        return {"input_ids": ids[:, :half], "labels": ids[:, half:].contiguous()}
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(ids.shape, generator=generator) < 0.15
     how = torch.rand(ids.shape, generator=generator)

@@ -19,8 +19,9 @@ All plans start from the same weights and the same batch, and a plan whose loss 
 differs from the first one's ends the run.
 
 The models have the paper's shapes (heads of 64), made small: hidden 512, 4 layers (T5: 2 and 2),
-8 sequences of 512 (T5: 512 read and 512 written), so that tokens / hidden is 8, as in the paper's 2.5 B model (8.5). The
-vocabulary is small in proportion (1000), so that its matrix is 4 % of the blocks', as there.
+8 sequences of 512 (T5: 512 read and 512 written), so that tokens / hidden is 8, as in the paper's
+2.5 B model (8.5). The vocabulary is small in proportion (1000), so that its matrix is 4 % of the
+blocks', as there.
 
 What is printed and stored: seconds of a step, that of the slowest rank, the median over rounds;
 how many times as long as tp2d's, within a round, median (least..most); MB sent in a step by the
