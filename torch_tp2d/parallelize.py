@@ -80,21 +80,7 @@ def parallelize_module(
         ... })
     """
     mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
-    check_mesh(mesh)
-    if isinstance(parallelize_plan, ParallelStyle | dt.Replicate):
-        parallelize_plan = {"": parallelize_plan}
-    if not isinstance(parallelize_plan, Mapping):
-        raise TypeError(
-            f"parallelize_plan is a ParallelStyle or a dict of module names and styles, not "
-            f"{type(parallelize_plan).__name__}"
-        )
-    entries = [
-        entry for key, style in parallelize_plan.items() for entry in _resolve(module, key, style)
-    ]
-    entries += _unnamed_vectors(module, entries)
-    for entry in entries:
-        _undo_default(entry)
-    _check(entries, mesh)
+    entries = _checked_entries(module, mesh, parallelize_plan)
     ties = _ties(module)
     for entry in entries:
         entry.style.src_data_rank = src_data_rank
@@ -102,6 +88,24 @@ def parallelize_module(
     _tie_again(ties)
     _FirstForward.watch(module, mesh, ties)
     return module
+
+
+def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_Entry]:
+    """What is to be applied to which modules, with nothing of ``module``'s parameters changed."""
+    check_mesh(mesh)
+    if isinstance(plan, ParallelStyle | dt.Replicate):
+        plan = {"": plan}
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"parallelize_plan is a ParallelStyle or a dict of module names and styles, not "
+            f"{type(plan).__name__}"
+        )
+    entries = [entry for key, style in plan.items() for entry in _resolve(module, key, style)]
+    entries += _unnamed_vectors(module, entries)
+    for entry in entries:
+        _undo_default(entry)
+    _check(entries, mesh)
+    return entries
 
 
 def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[_Entry]:
@@ -344,6 +348,10 @@ class _FirstForward:
                     f"(to_empty() on a meta model unties them): tie them again, "
                     f"{names[1]} = {names[0]}, before the optimizer is made"
                 )
+        for submodule in module.modules():
+            runner = submodule.__dict__.get("_tp2d")
+            if runner is not None:
+                runner.installed(submodule)
         # All is well: the check has done its work, for this module though not for its copies.
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is self]:

@@ -115,7 +115,7 @@ class WholeRunner(Runner):
     def installed(self, module: nn.Module) -> None:
         for param in module.parameters():
             if param.requires_grad and isinstance(param, DTensor):
-                param.register_post_accumulate_grad_hook(_settle_grad)
+                _settle_after_backward(param)
 
     def __init__(
         self,
@@ -242,6 +242,15 @@ class SumGrads(torch.autograd.Function):
         # Clones: a gradient that is a view into `total` cannot be copied by deepcopy.
         summed = [None if grad is None else next(pieces).view_as(grad).clone() for grad in grads]
         return None, *summed
+
+
+def _settle_after_backward(param: DTensor) -> None:
+    hooks = param._post_accumulate_grad_hooks
+    if hooks and _settle_grad in hooks.values():
+        # to_empty() puts another tensor under the parameter, and hooks fire where they were set.
+        param._post_accumulate_grad_hooks = hooks
+    else:
+        param.register_post_accumulate_grad_hook(_settle_grad)
 
 
 def _settle_grad(param: DTensor) -> None:

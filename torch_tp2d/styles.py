@@ -162,7 +162,10 @@ class Runner:
         return self
 
     def installed(self, module: nn.Module) -> None:
-        """The module runs on the grid from now on, with its parameters placed."""
+        """The module runs on the grid from now on, with its parameters placed.
+
+        Called again before its first forward: loading may have made other parameters.
+        """
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module on the grid; ``forward`` is the module's own."""
