@@ -5,6 +5,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 """
 
 from .counter import CommCounter
+from .dropout import Dropout2D
 from .lift import Lifted
 from .loss import cross_entropy
 from .ops import attention as _attention  # noqa: F401  registers a sharding rule
@@ -18,6 +19,7 @@ __all__ = [
     "Block2DParallel",
     "Colwise2D",
     "CommCounter",
+    "Dropout2D",
     "GridStyle",
     "Lifted",
     "Norm2D",

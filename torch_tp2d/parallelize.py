@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 from collections import defaultdict
@@ -16,12 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .dropout import OTHER_KINDS, Dropout2D
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
 from .lift import Lifted, _LiftedPrepare
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate
-from .styles import Colwise2D, GridStyle, take_off_grid, tied_message
+from .styles import (
+    Block2DParallel,
+    Colwise2D,
+    GridStyle,
+    Rowwise2D,
+    take_off_grid,
+    tied_message,
+)
 
 __all__ = ["parallelize_module"]
 
@@ -91,7 +100,8 @@ def parallelize_module(
     entries = [
         entry for key, style in parallelize_plan.items() for entry in _resolve(module, key, style)
     ]
-    entries += _unnamed_vectors(module, entries)
+    entries += _unnamed_vectors(module, entries) + _unnamed_dropouts(module, entries)
+    entries = _with_neighbours(entries)
     for entry in entries:
         _undo_default(entry)
     _check(entries, mesh)
@@ -202,8 +212,7 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         return
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
-    weight: Any = entry.module.weight
-    out = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    out = _out_features(entry.module)
     if head is None or out % head:
         return
     if (out // head) % grid.col.size:
@@ -214,6 +223,22 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         )
 
 
+def _covered(entries: list[_Entry]) -> set[int]:
+    """Ids of the modules that a style runs, and of all within them."""
+    styled = [e.module for e in entries if not _is_hook(e.style)]
+    return {id(inner) for module in styled for inner in module.modules()}
+
+
+def _scopes(root: nn.Module, entries: list[_Entry]) -> set[str]:
+    """Names of the modules within which a plan entry names something."""
+    names = {id(module): name for name, module in root.named_modules()}
+    scopes = set()
+    for entry in entries:
+        parts = names[id(entry.module)].split(".")
+        scopes |= {".".join(parts[:depth]) for depth in range(len(parts))}
+    return scopes
+
+
 def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     """Modules that hold only vectors and stand beside named ones, to be replicated.
 
@@ -221,13 +246,7 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     different tokens, so their gradients have to be summed. What holds a matrix is not replicated
     unasked; the first forward refuses it.
     """
-    styled = [e.module for e in entries if not _is_hook(e.style)]
-    covered = {id(inner) for module in styled for inner in module.modules()}
-    names = {id(module): name for name, module in root.named_modules()}
-    scopes = set()
-    for entry in entries:
-        parts = names[id(entry.module)].split(".")
-        scopes |= {".".join(parts[:depth]) for depth in range(len(parts))}
+    covered, scopes = _covered(entries), _scopes(root, entries)
     found = []
     for name, module in root.named_modules():
         params = list(module.parameters(recurse=False))
@@ -243,6 +262,65 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     if found:
         logger.info("replicated, as no plan entry names them: %s", [e.name for e in found])
     return found
+
+
+def _unnamed_dropouts(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
+    """Dropouts that stand beside or within what the plan names: their masks have to fit.
+
+    By themselves they would drop the same elements of every shard, and leave the ranks' random
+    generators in different states wherever shards are of different sizes.
+    """
+    named = {id(entry.module) for entry in entries if not _is_hook(entry.style)}
+    covered, scopes = _covered(entries), _scopes(root, entries)
+    row_dims = {e.style.row_dim for e in entries if isinstance(e.style, _LINEAR_STYLES)}
+    found = []
+    for name, module in root.named_modules():
+        in_scope = id(module) in covered or name.rpartition(".")[0] in scopes
+        if not name or not in_scope or id(module) in named or "_tp2d" in module.__dict__:
+            continue
+        if isinstance(module, OTHER_KINDS) and module.p:
+            raise ValueError(
+                f"{name!r}: {describe_module(module)} drops more than single elements, which is "
+                f"not defined on shards here: use nn.Dropout in its place, or set its p to 0"
+            )
+        if isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
+            if len(row_dims) > 1 and module.p:
+                raise ValueError(
+                    f"{name!r}: which token dim tp_row splits there is not known, as styles of "
+                    f"the plan have row_dim 0 and others 1: name it in the plan, with "
+                    f"Dropout2D(row_dim=...)"
+                )
+            style = Dropout2D(row_dim=min(row_dims, default=0))
+            style.by_default = True
+            found.append(_Entry("", name, module, None, style))
+    return found
+
+
+def _out_features(linear: Any) -> int:
+    return int(linear.weight.shape[1 if is_conv1d(linear) else 0])
+
+
+_LINEAR_STYLES = Block2DParallel, Colwise2D, Rowwise2D
+
+
+def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
+    """Tell each dropout what the modules beside it hand on, by which it knows its own input."""
+    beside = defaultdict(list)
+    for entry in entries:
+        style = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        sharded = isinstance(style, _LINEAR_STYLES) and style.use_local_output
+        if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
+            width = _out_features(entry.module)
+            beside[entry.name.rpartition(".")[0]].append((width, style.output_layouts[1]))
+    told = []
+    for entry in entries:
+        if isinstance(entry.style, Dropout2D):
+            # A copy: one plan entry may name dropouts in several places.
+            style = copy.copy(entry.style)
+            style.beside = beside[entry.name.rpartition(".")[0]]
+            entry = entry._replace(style=style)
+        told.append(entry)
+    return told
 
 
 def _undo_default(entry: _Entry) -> None:
