@@ -21,6 +21,8 @@ from .dropout import OTHER_KINDS, Dropout2D
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
 from .lift import Lifted, _LiftedPrepare
+from .lora import is_adapted
+from .lora import parts as adapted_parts
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate
 from .styles import (
@@ -124,7 +126,17 @@ def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[_Entry]:
         return
     lifted = _lift(key, style)
     for name, child, parent in _match(root, key):
-        yield _Entry(key, name, child, parent, lifted)
+        if not is_adapted(child) or _is_hook(lifted):
+            yield _Entry(key, name, child, parent, lifted)
+            continue
+        try:
+            parts = list(adapted_parts(child, lifted))
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        for part, module, part_style in parts:
+            # What the base layer hands on is what the module in its place hands on.
+            owner = parent if part == "base_layer" else child
+            yield _Entry(key, f"{name}.{part}", module, owner, part_style)
 
 
 def _lift(key: str, style: Any) -> ParallelStyle:
@@ -292,7 +304,8 @@ def _unnamed_dropouts(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
                 )
             style = Dropout2D(row_dim=min(row_dims, default=0))
             style.by_default = True
-            found.append(_Entry("", name, module, None, style))
+            parent = root.get_submodule(name.rpartition(".")[0])
+            found.append(_Entry("", name, module, parent, style))
     return found
 
 
@@ -311,13 +324,13 @@ def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
         sharded = isinstance(style, _LINEAR_STYLES) and style.use_local_output
         if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
             width = _out_features(entry.module)
-            beside[entry.name.rpartition(".")[0]].append((width, style.output_layouts[1]))
+            beside[id(entry.parent)].append((width, style.output_layouts[1]))
     told = []
     for entry in entries:
         if isinstance(entry.style, Dropout2D):
             # A copy: one plan entry may name dropouts in several places.
             style = copy.copy(entry.style)
-            style.beside = beside[entry.name.rpartition(".")[0]]
+            style.beside = beside[id(entry.parent)]
             entry = entry._replace(style=style)
         told.append(entry)
     return told
