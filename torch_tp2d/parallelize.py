@@ -320,7 +320,7 @@ def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
     """Tell each dropout what the modules beside it hand on, by which it knows its own input."""
     beside = defaultdict(list)
     for entry in entries:
-        style = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        style: Any = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
         sharded = isinstance(style, _LINEAR_STYLES) and style.use_local_output
         if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
             width = _out_features(entry.module)
