@@ -8,18 +8,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from .comm import Axis, all_gather
+from .edges import to_dtensor
 from .grid import Grid, describe_mesh
 from .layouts import Layout, as_layout, check_row_dim, normalize
 from .ops.dropout import draw_key, drop, dropped
 from .recognise import describe_module
 from .styles import GridStyle, LayoutLike, Runner
 
-__all__ = ["OTHER_KINDS", "Dropout2D", "next_key"]
+__all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]
 
 OTHER_KINDS = (
     nn.AlphaDropout,
@@ -129,62 +132,133 @@ class Dropout2D(GridStyle):
         return f"{type(self).__name__}(input_layouts={self.input_layouts}, row_dim={self.row_dim})"
 
 
-class _DropoutRunner(Runner):
-    def __init__(self, style: Dropout2D, module: nn.Module, grid: Grid) -> None:
-        self.style = "Dropout2D"
-        self.by_default = style.by_default
+class Masks:
+    """Dropout of what one module handles: knows, or finds out, which elements a shard holds."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        row_dim: int,
+        declared: Layout | None,
+        beside: Sequence[tuple[int, Placement]],
+    ) -> None:
         self.grid = grid
-        self.row_dim = style.row_dim
-        self.declared = style.input_layouts
-        whole = {features for features, p in style.beside if not _of_features(p)}
+        self.row_dim = row_dim
+        self.declared = declared
+        whole = {features for features, p in beside if not _of_features(p)}
         self.widths = {
             grid.col.split(features)[grid.col.index]: (
                 features,
                 not whole.isdisjoint(grid.col.split(features)),
             )
-            for features, p in style.beside
+            for features, p in beside
             if _of_features(p)
         }
         """Local width to the width of the whole, and whether another module's whole is as wide."""
 
-    def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
-        p = module.p
-        if not module.training or p == 0.0:
-            return forward(x)
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        """``x``, a DTensor or a local shard, with some of it dropped and the rest scaled."""
         key = next_key(self.grid)
-        if not isinstance(x, DTensor):
-            layout, features = self._layout(module, x)
-            return drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
-        layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
-        shape = x.shape if x.device_mesh == self.grid.mesh else None
-        local = x.to_local()
-        y = drop(local, dropped(key, p, self._index(local, layout, None, shape)), p)
-        return DTensor.from_local(
-            y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-        )
+        if isinstance(x, DTensor):
+            layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
+            shape = x.shape if x.device_mesh == self.grid.mesh else None
+            local = x.to_local()
+            y = drop(local, dropped(key, p, self._index(local, layout, None, shape)), p)
+            return _like(x, y)
+        layout, features = self._layout(x)
+        return drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
 
-    def _layout(self, module: nn.Module, x: Tensor) -> tuple[Layout, int | None]:
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``scaled_dot_product_attention`` with dropout, of whole sequences and some heads.
+
+        The weights are written out, as torch itself does on a CPU: ``[batch, heads, queries,
+        keys]`` of this rank's share of the batch and heads.
+        """
+        if isinstance(query, DTensor):
+            here = tuple(query.placements)
+            if any(tuple(x.placements) != here for x in (key, value)) or any(  # type: ignore[attr-defined]
+                isinstance(p, Shard) and p.dim > 1 for p in here
+            ):
+                raise ValueError(
+                    f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} is for a "
+                    f"query, key and value placed alike, split by batch and heads, but the query "
+                    f"is placed {here}"
+                )
+            layout, shape = self.grid.layout(query, self.row_dim), tuple(query.shape)
+            q, k, v = (x.to_local() for x in (query, key, value))  # type: ignore[attr-defined]
+        else:
+            layout, shape = (self.grid.guess_layout(query, 0)[0], self._heads), None
+            q, k, v = query, key, value
+        if self.row_dim == 1 and self.grid.row.size > 1:
+            raise ValueError(
+                f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} with row_dim=1 "
+                f"needs a style for the attention module: name it in the plan"
+            )
+        if isinstance(attn_mask, DTensor):
+            attn_mask = attn_mask.full_tensor()
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        index = self._index(scores, layout, None, shape)
+        if is_causal:
+            shown = index[-2].unsqueeze(-1) >= index[-1]
+            scores = scores.masked_fill(~shown, -torch.inf)
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (scores.ndim - attn_mask.ndim)]
+            for dim in (0, 1):
+                if attn_mask.shape[dim] not in (1, scores.shape[dim]):
+                    attn_mask = attn_mask.index_select(dim, index[dim])
+            if attn_mask.dtype == torch.bool:
+                scores = scores.masked_fill(~attn_mask, -torch.inf)
+            else:
+                scores = scores + attn_mask
+        weights = scores.softmax(-1)
+        y = drop(weights, dropped(next_key(self.grid), dropout_p, index), dropout_p) @ v
+        if shape is None:
+            return y
+        return to_dtensor(y, layout, self.grid, (*shape[:-1], y.shape[-1]))
+
+    @property
+    def _heads(self) -> Placement:
+        return Shard(1) if self.widths else Replicate()
+
+    def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
         """Layout of a local input, and its features where they are split and known."""
         features = self.widths.get(x.shape[-1])
         if self.declared is not None:
             layout = normalize(self.declared, x.ndim)
             return layout, features[0] if features and layout[1] == Shard(x.ndim - 1) else None
-        on_row, on_col = self.grid.guess_layout(x, self.row_dim)
-        if self.grid.col.size == 1 or isinstance(on_col, Shard):
-            return (on_row, on_col), None
-        if x.ndim > 3:
+        row, col, known = self.grid.row, self.grid.col, self.grid.tokens.shape
+        on_row, on_col = self.grid.guess_layout(x, 0 if x.ndim > 3 else self.row_dim)
+        if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
+            # [batch, heads, queries, keys], beside projections into this rank's heads?
+            tokens = None if known is None or self.row_dim == 1 else known[1]
+            if x.ndim == 4 and self.widths and x.shape[2] == tokens:
+                return (on_row, Shard(1)), None
             raise ValueError(
-                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: the sizes "
-                f"{tuple(x.shape)} of a local input do not tell its layout: name the module in "
-                f"the plan, with Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's "
-                f"heads, or Dropout2D(input_layouts=Replicate())"
+                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the sizes {tuple(x.shape)} of "
+                f"a local input do not tell its layout: name the module in the plan, with "
+                f"Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
+                f"Dropout2D(input_layouts=Replicate())"
             )
+        if col.size == 1 or isinstance(on_col, Shard):
+            return (on_row, on_col), None
         if features is None:
             return (on_row, on_col), None
         width, also_whole = features
         if also_whole:
             raise ValueError(
-                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: the last dim "
+                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the last dim "
                 f"of a local input {tuple(x.shape)} is this rank's part of the {width} features "
                 f"of a module beside it, and as wide as another's whole output: name it in the "
                 f"plan, with Dropout2D(input_layouts=Shard(-1)) for the part, "
@@ -232,7 +306,98 @@ class _DropoutRunner(Runner):
                 return known[size]
         if x.ndim == 3:
             return self.grid.extent(x, dim, layout)
-        return x.shape[dim] * math.prod(axis.size for axis in cuts)
+        # A list, which Dynamo traces; it does not trace a generator here.
+        return x.shape[dim] * math.prod([axis.size for axis in cuts])
+
+
+class _DropoutRunner(Runner):
+    def __init__(self, style: Dropout2D, module: nn.Module, grid: Grid) -> None:
+        self.style = "Dropout2D"
+        self.by_default = style.by_default
+        self.masks = Masks(grid, style.row_dim, style.input_layouts, style.beside)
+
+    def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
+        if not module.training or module.p == 0.0:
+            return forward(x)
+        return self.masks.drop(x, module.p)
+
+
+class DropoutInside(GridStyle):
+    """Dropout that a module's own code computes, ``F.dropout`` or inside attention.
+
+    :func:`torch_tp2d.parallelize_module` gives it to modules that hold Linears of the plan and
+    say by an attribute that they drop something.
+    """
+
+    def __init__(self, row_dim: int, beside: Sequence[tuple[int, Placement]] = ()) -> None:
+        super().__init__()
+        self.row_dim = row_dim
+        self.beside = beside
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        """Nothing of the module is changed while it drops nothing."""
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _InsideRunner(Masks(grid, self.row_dim, None, self.beside), rates_of(module))
+
+
+def rates_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of a module's attributes that are rates of dropout in its own code.
+
+    An attention module may hold an ``nn.Dropout`` for its rate alone.
+    """
+    found = [name for name, value in vars(module).items() if isinstance(value, float)]
+    if "att" in type(module).__name__.lower():
+        found += [name for name, m in module.named_children() if isinstance(m, nn.Dropout)]
+    return tuple(name for name in found if "drop" in name)
+
+
+class _InsideRunner(Runner):
+    style = "DropoutInside"
+    by_default = True
+
+    def __init__(self, masks: Masks, rates: tuple[str, ...]) -> None:
+        self.masks, self.rates = masks, rates
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        values = (getattr(module, name, 0.0) for name in self.rates)
+        if not module.training or not any(getattr(value, "p", value) for value in values):
+            return forward(*args, **kwargs)
+        with _Intercept(self.masks):
+            return forward(*args, **kwargs)
+
+
+class _Intercept(TorchFunctionMode):
+    def __init__(self, masks: Masks) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            if rate > 0.0:
+                return self.masks.attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        dropped = self.masks.drop(input, p)
+        return input.copy_(dropped) if inplace else dropped
+
+
+def _like(x: DTensor, local: Tensor) -> DTensor:
+    """A local result as a DTensor of the shape and placements of ``x``."""
+    return DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
 
 
 def _of_features(placement: Placement) -> bool:

@@ -102,7 +102,9 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
         yield f"{kind}.{name}", getattr(module, kind)[name], styles[kind]
     for name, child in module.lora_dropout.items():
         if isinstance(child, nn.Dropout):
-            yield f"lora_dropout.{name}", child, Dropout2D(input_layouts=come, row_dim=row_dim)
+            before = Dropout2D(input_layouts=come, row_dim=row_dim)
+            before.beside = [(module.in_features, come[1])]
+            yield f"lora_dropout.{name}", child, before
 
 
 _KNOWN = ("base_layer", "lora_A", "lora_B", "lora_dropout")

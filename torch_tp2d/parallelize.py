@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .dropout import OTHER_KINDS, Dropout2D
+from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
 from .lift import Lifted, _LiftedPrepare
 from .lora import is_adapted
 from .lora import parts as adapted_parts
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
-from .replicate import Replicate
+from .replicate import Replicate, WholeRunner
 from .styles import (
     Block2DParallel,
     Colwise2D,
@@ -103,7 +103,7 @@ def parallelize_module(
         entry for key, style in parallelize_plan.items() for entry in _resolve(module, key, style)
     ]
     entries += _unnamed_vectors(module, entries) + _unnamed_dropouts(module, entries)
-    entries = _with_neighbours(entries)
+    entries = _with_neighbours(entries + _dropping_inside(module, entries))
     for entry in entries:
         _undo_default(entry)
     _check(entries, mesh)
@@ -309,6 +309,22 @@ def _unnamed_dropouts(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     return found
 
 
+def _dropping_inside(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
+    """Modules around styled Linears, without a style of their own, whose own code drops."""
+    covered = _covered(entries)
+    names = {id(module): name for name, module in root.named_modules()}
+    around: dict[int, _Entry] = {}
+    for entry in entries:
+        parent = entry.parent
+        if parent is None or id(parent) in covered or not rates_of(parent):
+            continue
+        linear = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        if isinstance(linear, _LINEAR_STYLES):
+            style = DropoutInside(linear.row_dim)
+            around[id(parent)] = _Entry("", names[id(parent)], parent, parent, style)
+    return list(around.values())
+
+
 def _out_features(linear: Any) -> int:
     return int(linear.weight.shape[1 if is_conv1d(linear) else 0])
 
@@ -327,10 +343,10 @@ def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
             beside[id(entry.parent)].append((width, style.output_layouts[1]))
     told = []
     for entry in entries:
-        if isinstance(entry.style, Dropout2D):
+        if isinstance(entry.style, Dropout2D | DropoutInside):
             # A copy: one plan entry may name dropouts in several places.
             style = copy.copy(entry.style)
-            style.beside = beside[id(entry.parent)]
+            style.beside = [*style.beside, *beside[id(entry.parent)]]
             entry = entry._replace(style=style)
         told.append(entry)
     return told
@@ -348,6 +364,8 @@ def _undo_default(entry: _Entry) -> None:
             f"({runner.style}): name it in one plan entry"
         )
     take_off_grid(module)
+    if not isinstance(runner, WholeRunner):
+        return
     for owner in module.modules():
         for name, param in list(owner.named_parameters(recurse=False)):
             assert isinstance(param, DTensor)
