@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -112,10 +113,17 @@ def _pipeline(shape: tuple[int, int, int], schedule: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "shape,schedule",
+    [
+        ((2, 2, 1), "1f1b"),
+        ((2, 1, 2), "gpipe"),
+        pytest.param((2, 2, 2), "1f1b", marks=pytest.mark.deep),
+    ],
+)
 def test_pipeline_stages_on_grids(shape: tuple[int, int, int], schedule: str) -> None:
-    assert max(world.run(4, _pipeline, shape, schedule)) < TOLERANCE
+    """Local tensors travel between stages, each rank's to its like; microbatches are whole."""
+    assert max(world.run(math.prod(shape), _pipeline, shape, schedule)) < TOLERANCE
 
 
 class Swiglu(nn.Module):
@@ -245,7 +253,7 @@ def _adapters_on(rows: int, columns: int) -> list[dict[str, float]]:
     return [_adapters(tokens, rows, columns) for tokens in (True, False)]
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), pytest.param(1, 4, marks=pytest.mark.deep)])
 def test_lora_by_peft(rows: int, columns: int) -> None:
     """A plan written for the model as it was, on the model with adapters."""
     pytest.importorskip("peft")
@@ -355,3 +363,39 @@ def _context_parallel() -> None:
 def test_context_parallel_is_refused_on_a_cpu() -> None:
     """torch 2.13's ring knows the flash, efficient and cuDNN kernels, and none of a CPU's."""
     world.run(4, _context_parallel)
+
+
+class Adapted(nn.Module):
+    """A Linear with adapters, laid out as peft lays it out."""
+
+    def __init__(self, down: nn.Module, up: nn.Module) -> None:
+        super().__init__()
+        self.in_features = 8
+        self.base_layer = nn.Linear(8, 8)
+        self.lora_A, self.lora_B = nn.ModuleDict({"a": down}), nn.ModuleDict({"a": up})
+        self.lora_dropout = nn.ModuleDict()
+
+
+def _refusals() -> list[str]:
+    mesh = grid_mesh(1, 2)
+    linear = nn.Linear(8, 8)
+    cases: list[tuple[nn.Module, Any]] = [
+        (Adapted(nn.Conv1d(8, 3, 1), nn.Conv1d(3, 8, 1)), Colwise2D()),
+        (Adapted(linear, linear), torch_tp2d.Norm2D()),
+        (Adapted(linear, linear), Colwise2D(dataflow="weight_stationary")),
+    ]
+    messages = []
+    for module, style in cases:
+        with pytest.raises(ValueError) as raised:
+            torch_tp2d.parallelize_module(
+                nn.ModuleDict({"q_proj": module}), mesh, {"q_proj": style}
+            )
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_adapters_that_no_style_knows_are_refused() -> None:
+    for conv, norm, stationary in world.run(2, _refusals):
+        assert conv.startswith("'q_proj'") and "other than pairs of Linear" in conv
+        assert "Norm2D for a layer with adapters" in norm
+        assert "with a weight that moves" in stationary

@@ -377,7 +377,7 @@ def test_replicas_have_seeds_of_their_own() -> None:
 
 def _compiled() -> float:
     vocab = 33
-    model = _transformer((3, 13, vocab))
+    model = transformer(vocab, n_layers=1, dropout_p=0.2)
     reference = on_one_device(model)
     parallelize(model, grid_mesh(2, 2), models.plan_2d())
     for layer in model.layers:
@@ -458,7 +458,7 @@ def _refusal(case: str) -> str:
         ("kind", "ValueError: 'dropout': AlphaDropout.*use nn.Dropout in its place"),
         ("inplace", "ValueError: 'dropout'.*set inplace to False"),
         ("style", "TypeError: 'norm'.*Dropout2D is for nn.Dropout, not LayerNorm"),
-        ("row_dim", "ValueError: 'inner_dropout'.*name it in the plan"),
+        ("row_dim", "ValueError: 'norm'.*row_dim 0 and others 1: name it"),
         ("heads", r"ValueError: .*\(2, 3, 4, 4\).*Dropout2D\(input_layouts=Shard\(1\)\)"),
         ("width", "ValueError: .*the 8 features of a module beside it, and as wide as another"),
     ],

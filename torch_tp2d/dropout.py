@@ -8,9 +8,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +36,9 @@ OTHER_KINDS = (
 _TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 3: {0: 0, 1: 1}, 4: {0: 0, 2: 1, 3: 1}}
 """By the number of dims: which of them are the batch (0) and the sequence (1)."""
 
-_draws: WeakKeyDictionary[DeviceMesh, int] = WeakKeyDictionary()
+_draws: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], int]] = WeakKeyDictionary()
+"""How many keys the ranks of a grid have drawn. Of a grid by the names of its groups: a mesh may be
+collected as garbage on some ranks and not yet on others, and all have to count alike."""
 
 
 def next_key(grid: Grid) -> Tensor:
@@ -52,7 +54,10 @@ def next_key(grid: Grid) -> Tensor:
     key = draw_key()
     if torch.compiler.is_compiling():
         return key
-    count = _draws[grid.mesh] = _draws.get(grid.mesh, 0) + 1
+    world, name = dist.group.WORLD, (grid.row.group, grid.col.group)
+    assert world is not None
+    counts = _draws.setdefault(world, {})
+    count = counts[name] = counts.get(name, 0) + 1
     if count & (count - 1) == 0:
         keys = key.view(1).to(grid.mesh.device_type)
         for axis in (grid.col, grid.row):

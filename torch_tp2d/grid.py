@@ -219,22 +219,20 @@ class Grid:
     def guess_layout(self, x: Tensor, row_dim: int) -> Layout:
         """The layout of a local activation of which none was declared, told by its sizes.
 
-        The token layout where its sequence is this rank's part of the tokens under way, else the
-        row layout: what cannot be told is taken to be whole along ``tp_col``. Along ``tp_row``
-        tokens are split, but where there are as many as on all rows together.
+        The token layout where its sequence is a part of that of the tokens under way, else the
+        row layout: what cannot be told is taken to be whole along ``tp_col``. What has no sequence
+        (``[batch, hidden]``) is taken to be whole along ``tp_row`` too if that splits sequences,
+        or if the whole batch is here.
         """
         known, row = self.tokens.shape, Shard(row_dim)
-        if known is None or len(known) != 2 or x.ndim < 2:
+        if known is None or x.ndim < 2:
             return row, Replicate()
-        if row_dim == 1 and x.ndim == 2:
-            return Replicate(), Replicate()
         there = self.row.split(known[row_dim])[self.row.index]
-        on_row: Placement = Replicate() if there != known[row_dim] == x.shape[row_dim] else row
-        if x.ndim > 2:
-            sequence = there if on_row == Shard(1) else known[1]
-            if x.shape[1] == self.col.split(sequence)[self.col.index] < sequence:
-                return on_row, Shard(1)
-        return on_row, Replicate()
+        if x.ndim == 2:
+            whole = row_dim == 1 or there != known[0] == x.shape[0]
+            return Replicate() if whole else row, Replicate()
+        sequence = there if row_dim == 1 else known[1]
+        return row, Shard(1) if x.shape[1] < sequence else Replicate()
 
     def _empty_here(self, ndim: int, layout: Layout) -> int | None:
         """The dim that ``tp_row`` splits, where this row gets none of the tokens under way."""

@@ -60,8 +60,10 @@ def parallelize_module(
 
     The same call, which also takes unmodified stock styles in the plan (see :class:`Lifted`),
     checks the whole plan on every rank before it changes or sends anything, keeps tied parameters
-    tied, and puts every parameter on the one mesh: a module that holds only vectors (a norm) and
-    stands beside modules that the plan names is replicated, as a stock plan leaves it.
+    tied, and puts every parameter on the one mesh. Of what the plan does not name but stands
+    beside what it names, a module that holds only vectors (a norm) is replicated, as a stock plan
+    leaves it, and dropout drops what one device would drop (:class:`Dropout2D`). An entry for a
+    Linear that carries low-rank adapters of the ``peft`` library means the adapters too.
 
     Args:
         module: the model, or a part of it.
@@ -251,6 +253,21 @@ def _scopes(root: nn.Module, entries: list[_Entry]) -> set[str]:
     return scopes
 
 
+_LINEAR_STYLES = Block2DParallel, Colwise2D, Rowwise2D
+
+
+def _row_dim(name: str, entries: list[_Entry]) -> int:
+    """The token dim that tp_row splits at a module that no plan entry names."""
+    row_dims = {e.style.row_dim for e in entries if isinstance(e.style, _LINEAR_STYLES)}
+    if len(row_dims) > 1:
+        raise ValueError(
+            f"{name!r}: no plan entry names it, and which token dim tp_row splits there is not "
+            f"known, as some of the plan's styles have row_dim 0 and others 1: name it, with a "
+            f"style's row_dim"
+        )
+    return min(row_dims, default=0)
+
+
 def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     """Modules that hold only vectors and stand beside named ones, to be replicated.
 
@@ -268,7 +285,7 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
         if is_embedding(module) or is_linear(module) or not params:
             continue
         if all(p.ndim <= 1 and not isinstance(p, DTensor) for p in params):
-            style = Replicate()
+            style = Replicate(row_dim=_row_dim(name, entries))
             style.by_default = True
             found.append(_Entry("", name, module, None, style))
     if found:
@@ -284,7 +301,6 @@ def _unnamed_dropouts(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     """
     named = {id(entry.module) for entry in entries if not _is_hook(entry.style)}
     covered, scopes = _covered(entries), _scopes(root, entries)
-    row_dims = {e.style.row_dim for e in entries if isinstance(e.style, _LINEAR_STYLES)}
     found = []
     for name, module in root.named_modules():
         in_scope = id(module) in covered or name.rpartition(".")[0] in scopes
@@ -296,13 +312,7 @@ def _unnamed_dropouts(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
                 f"not defined on shards here: use nn.Dropout in its place, or set its p to 0"
             )
         if isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
-            if len(row_dims) > 1 and module.p:
-                raise ValueError(
-                    f"{name!r}: which token dim tp_row splits there is not known, as styles of "
-                    f"the plan have row_dim 0 and others 1: name it in the plan, with "
-                    f"Dropout2D(row_dim=...)"
-                )
-            style = Dropout2D(row_dim=min(row_dims, default=0))
+            style = Dropout2D(row_dim=_row_dim(name, entries))
             style.by_default = True
             parent = root.get_submodule(name.rpartition(".")[0])
             found.append(_Entry("", name, module, parent, style))
@@ -327,9 +337,6 @@ def _dropping_inside(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
 
 def _out_features(linear: Any) -> int:
     return int(linear.weight.shape[1 if is_conv1d(linear) else 0])
-
-
-_LINEAR_STYLES = Block2DParallel, Colwise2D, Rowwise2D
 
 
 def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
