@@ -6,6 +6,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 
 from .attention import Attention2D, attention2d, attention_projections
 from .counter import CommCounter
+from .dropout import Dropout2D
 from .lift import Lifted
 from .local import Local2D
 from .loss import cross_entropy
@@ -22,6 +23,7 @@ __all__ = [
     "Block2DParallel",
     "Colwise2D",
     "CommCounter",
+    "Dropout2D",
     "GridStyle",
     "Lifted",
     "Local2D",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 from collections import defaultdict
@@ -16,12 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
 from .lift import Lifted
+from .lora import is_adapted
+from .lora import parts as adapted_parts
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
-from .replicate import Replicate
-from .styles import Colwise2D, GridStyle, take_off_grid, tied_message
+from .replicate import Replicate, WholeRunner
+from .styles import (
+    Block2DParallel,
+    Colwise2D,
+    GridStyle,
+    Rowwise2D,
+    take_off_grid,
+    tied_message,
+)
 
 __all__ = ["parallelize_module"]
 
@@ -49,8 +60,10 @@ def parallelize_module(
 
     The same call, which also takes unmodified stock styles in the plan (see :class:`Lifted`),
     checks the whole plan on every rank before it changes or sends anything, keeps tied parameters
-    tied, and puts every parameter on the one mesh: a module that holds only vectors (a norm) and
-    stands beside modules that the plan names is replicated, as a stock plan leaves it.
+    tied, and puts every parameter on the one mesh. Of what the plan does not name but stands
+    beside what it names, a module that holds only vectors (a norm) is replicated, as a stock plan
+    leaves it, and dropout drops what one device would drop (:class:`Dropout2D`). An entry for a
+    Linear that carries low-rank adapters of the ``peft`` library means the adapters too.
 
     Args:
         module: the model, or a part of it.
@@ -101,7 +114,8 @@ def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_En
             f"{type(plan).__name__}"
         )
     entries = [entry for key, style in plan.items() for entry in _resolve(module, key, style)]
-    entries += _unnamed_vectors(module, entries)
+    entries += _unnamed_vectors(module, entries) + _unnamed_dropouts(module, entries)
+    entries = _with_neighbours(entries + _dropping_inside(module, entries))
     for entry in entries:
         _undo_default(entry)
     _check(entries, mesh)
@@ -119,7 +133,17 @@ def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[_Entry]:
         return
     lifted = _lift(key, style)
     for name, child, parent in _match(root, key):
-        yield _Entry(key, name, child, parent, lifted)
+        if not is_adapted(child) or _is_hook(lifted):
+            yield _Entry(key, name, child, parent, lifted)
+            continue
+        try:
+            parts = list(adapted_parts(child, lifted))
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        for part, module, part_style in parts:
+            # What the base layer hands on is what the module in its place hands on.
+            owner = parent if part == "base_layer" else child
+            yield _Entry(key, f"{name}.{part}", module, owner, part_style)
 
 
 def _lift(key: str, style: Any) -> ParallelStyle:
@@ -207,8 +231,7 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         return
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
-    weight: Any = entry.module.weight
-    features = weight.shape[1] if is_conv1d(entry.module) else weight.shape[0]
+    features = _out_features(entry.module)
     one = getattr(entry.parent, "split_size", None)
     if isinstance(one, int) and features > one > 0 and features // one != style.parts:
         raise ValueError(
@@ -228,6 +251,42 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         )
 
 
+def _covered(entries: list[_Entry]) -> set[int]:
+    """Ids of the modules that a style runs, and of all within them."""
+    covered = set()
+    for entry in entries:
+        if not _is_hook(entry.style):
+            inside = getattr(entry.style, "places_inside", True)
+            modules = entry.module.modules() if inside else [entry.module]
+            covered |= {id(module) for module in modules}
+    return covered
+
+
+def _scopes(root: nn.Module, entries: list[_Entry]) -> set[str]:
+    """Names of the modules within which a plan entry names something."""
+    names = {id(module): name for name, module in root.named_modules()}
+    scopes = set()
+    for entry in entries:
+        parts = names[id(entry.module)].split(".")
+        scopes |= {".".join(parts[:depth]) for depth in range(len(parts))}
+    return scopes
+
+
+_LINEAR_STYLES = Block2DParallel, Colwise2D, Rowwise2D
+
+
+def _row_dim(name: str, entries: list[_Entry]) -> int:
+    """The token dim that tp_row splits at a module that no plan entry names."""
+    row_dims = {e.style.row_dim for e in entries if isinstance(e.style, _LINEAR_STYLES)}
+    if len(row_dims) > 1:
+        raise ValueError(
+            f"{name!r}: no plan entry names it, and which token dim tp_row splits there is not "
+            f"known, as some of the plan's styles have row_dim 0 and others 1: name it, with a "
+            f"style's row_dim"
+        )
+    return min(row_dims, default=0)
+
+
 def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     """Modules that hold only vectors and stand beside named ones, to be replicated.
 
@@ -235,17 +294,7 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     different tokens, so their gradients have to be summed. What holds a matrix is not replicated
     unasked; the first forward refuses it.
     """
-    covered = set()
-    for entry in entries:
-        if not _is_hook(entry.style):
-            inside = getattr(entry.style, "places_inside", True)
-            modules = entry.module.modules() if inside else [entry.module]
-            covered |= {id(module) for module in modules}
-    names = {id(module): name for name, module in root.named_modules()}
-    scopes = set()
-    for entry in entries:
-        parts = names[id(entry.module)].split(".")
-        scopes |= {".".join(parts[:depth]) for depth in range(len(parts))}
+    covered, scopes = _covered(entries), _scopes(root, entries)
     found = []
     for name, module in root.named_modules():
         params = list(module.parameters(recurse=False))
@@ -255,12 +304,78 @@ def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
         if is_embedding(module) or is_linear(module) or not params:
             continue
         if all(p.ndim <= 1 and not isinstance(p, DTensor) for p in params):
-            style = Replicate()
+            style = Replicate(row_dim=_row_dim(name, entries))
             style.by_default = True
             found.append(_Entry("", name, module, None, style))
     if found:
         logger.info("replicated, as no plan entry names them: %s", [e.name for e in found])
     return found
+
+
+def _unnamed_dropouts(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
+    """Dropouts that stand beside or within what the plan names: their masks have to fit.
+
+    By themselves they would drop the same elements of every shard, and leave the ranks' random
+    generators in different states wherever shards are of different sizes.
+    """
+    named = {id(entry.module) for entry in entries if not _is_hook(entry.style)}
+    covered, scopes = _covered(entries), _scopes(root, entries)
+    found = []
+    for name, module in root.named_modules():
+        in_scope = id(module) in covered or name.rpartition(".")[0] in scopes
+        if not name or not in_scope or id(module) in named or "_tp2d" in module.__dict__:
+            continue
+        if isinstance(module, OTHER_KINDS) and module.p:
+            raise ValueError(
+                f"{name!r}: {describe_module(module)} drops more than single elements, which is "
+                f"not defined on shards here: use nn.Dropout in its place, or set its p to 0"
+            )
+        if isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
+            style = Dropout2D(row_dim=_row_dim(name, entries))
+            style.by_default = True
+            parent = root.get_submodule(name.rpartition(".")[0])
+            found.append(_Entry("", name, module, parent, style))
+    return found
+
+
+def _dropping_inside(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
+    """Modules around styled Linears, without a style of their own, whose own code drops."""
+    covered = _covered(entries)
+    names = {id(module): name for name, module in root.named_modules()}
+    around: dict[int, _Entry] = {}
+    for entry in entries:
+        parent = entry.parent
+        if parent is None or id(parent) in covered or not rates_of(parent):
+            continue
+        linear = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        if isinstance(linear, _LINEAR_STYLES):
+            style = DropoutInside(linear.row_dim)
+            around[id(parent)] = _Entry("", names[id(parent)], parent, parent, style)
+    return list(around.values())
+
+
+def _out_features(linear: Any) -> int:
+    return int(linear.weight.shape[1 if is_conv1d(linear) else 0])
+
+
+def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
+    """Tell each dropout what the modules beside it hand on, by which it knows its own input."""
+    beside = defaultdict(list)
+    for entry in entries:
+        style: Any = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        sharded = isinstance(style, _LINEAR_STYLES) and style.use_local_output
+        if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
+            width = _out_features(entry.module)
+            beside[id(entry.parent)].append((width, style.output_layouts[1]))
+    told = []
+    for entry in entries:
+        if isinstance(entry.style, Dropout2D | DropoutInside):
+            # A copy: one plan entry may name dropouts in several places.
+            style = copy.copy(entry.style)
+            style.beside = [*style.beside, *beside[id(entry.parent)]]
+            entry = entry._replace(style=style)
+        told.append(entry)
+    return told
 
 
 def _undo_default(entry: _Entry) -> None:
@@ -275,6 +390,8 @@ def _undo_default(entry: _Entry) -> None:
             f"({runner.style}): name it in one plan entry"
         )
     take_off_grid(module)
+    if not isinstance(runner, WholeRunner):
+        return
     for owner in module.modules():
         for name, param in list(owner.named_parameters(recurse=False)):
             assert isinstance(param, DTensor)

@@ -137,19 +137,13 @@ class WholeRunner(Runner):
         self.use_local_output = use_local_output
         self.enforce_input = enforce_input
 
-    def _guess(self, x: Tensor) -> Layout:
-        """The layout of a local input for which none was declared."""
-        known = self.grid.tokens_of(x)
-        row = Shard(self.row_dim)
-        if known is not None and len(known) == 2 and x.shape[1] < known[1]:
-            return row, Shard(1)
-        return row, dt.Replicate()
-
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         x, *rest = args
         was_local = not isinstance(x, DTensor)
         if was_local:
-            declared = self._guess(x) if self.declared is None else self.declared
+            declared = self.declared
+            if declared is None:
+                declared = self.grid.guess_layout(x, self.row_dim)
             x = to_dtensor(x, declared, self.grid)
         elif x.device_mesh != self.grid.mesh:
             layout = self.grid.layout(x, self.row_dim)

@@ -281,7 +281,8 @@ class _MatmulStyle(GridStyle):
         on_row, on_col = self.rule.weight_dims
         if is_patch_embedding(module):
             # [out, channels, height, width]: of what a patch is made of, the dim that cuts finest.
-            on_row = max((1, 2, 3), key=lambda dim: module.weight.shape[dim])
+            sizes: Any = module.weight.shape
+            on_row = max((1, 2, 3), key=lambda dim: sizes[dim])
         if is_embedding(module):
             # The tied head is this weight transposed in role: [vocab, hidden] = [out, in].
             on_row, on_col = on_col, on_row

@@ -1,0 +1,410 @@
+"""Dropout on shards: a style for ``nn.Dropout``, and the key that all ranks of a grid share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from .comm import Axis, all_gather
+from .edges import to_dtensor
+from .grid import Grid, describe_mesh
+from .layouts import Layout, as_layout, check_row_dim, normalize
+from .ops.dropout import draw_key, drop, dropped
+from .recognise import describe_module
+from .styles import GridStyle, LayoutLike, Runner
+
+__all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]
+
+OTHER_KINDS = (
+    nn.AlphaDropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.FeatureAlphaDropout,
+)
+"""torch's dropouts of whole channels, and those that keep mean and variance: not for shards."""
+
+_TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 3: {0: 0, 1: 1}, 4: {0: 0, 2: 1, 3: 1}}
+"""By the number of dims: which of them are the batch (0) and the sequence (1)."""
+
+_draws: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], int]] = WeakKeyDictionary()
+"""How many keys the ranks of a grid have drawn. Of a grid by the names of its groups: a mesh may be
+collected as garbage on some ranks and not yet on others, and all have to count alike."""
+
+
+def next_key(grid: Grid) -> Tensor:
+    """The key of the next call of dropout on the grid, one and the same on all its ranks.
+
+    That it is the same is checked when the first key is drawn, and at the second, fourth, eighth:
+    two transfers of a few bytes each, often enough to meet a generator that has gone astray and
+    too seldom to cost.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    key = draw_key()
+    if torch.compiler.is_compiling():
+        return key
+    world, name = dist.group.WORLD, (grid.row.group, grid.col.group)
+    assert world is not None
+    counts = _draws.setdefault(world, {})
+    count = counts[name] = counts.get(name, 0) + 1
+    if count & (count - 1) == 0:
+        keys = key.view(1).to(grid.mesh.device_type)
+        for axis in (grid.col, grid.row):
+            keys = all_gather(keys, 0, (keys.numel(),) * axis.size, axis).wait()
+        if (keys != keys[0]).any():
+            raise ValueError(
+                f"torch's random generators differ between the ranks of the mesh "
+                f"{describe_mesh(grid.mesh)}, so copies of one token would get different dropout "
+                f"masks: call torch.manual_seed(seed) with one seed on every rank of the mesh "
+                f"before training, and draw the same random numbers on each. Data-parallel "
+                f"replicas, each a mesh of its own, may have seeds of their own"
+            )
+    return key
+
+
+class Dropout2D(GridStyle):
+    """``nn.Dropout`` on shards: the mask that one device would have, each rank its part of it.
+
+    Whether an element is dropped depends on its index in the whole tensor and on a key that is
+    drawn from torch's default CPU generator, which has to be in the same state on all ranks of
+    the mesh: ``torch.manual_seed(seed)`` on each. So copies of a token agree, shards differ,
+    activation checkpointing (which puts the generator back) repeats the mask, and the loss on any
+    grid is the loss on a 1 x 1 grid with that seed. It is not what ``nn.Dropout`` draws from the
+    same seed. The replicas of data parallelism may have seeds of their own, and should, unless
+    each is to drop the same elements of its share.
+
+    :func:`torch_tp2d.parallelize_module` gives this style to every ``nn.Dropout`` that stands
+    beside modules which the plan names. With p = 0, and in eval, the module runs as it is.
+
+    Keyword Args:
+        input_layouts: layout of a local input, read as by :class:`Colwise2D`. A DTensor knows its
+            own. By default it is told by the sizes: the token layout where the sequence is this
+            rank's part of the tokens under way, the feature layout where the last dim is this
+            rank's part of the features of a module beside it that hands on local features
+            (as ``wi`` is in ``wo(dropout(act(wi(x))))``), else the row layout.
+        row_dim: the token dim that ``tp_row`` splits.
+
+    Raises:
+        TypeError: for another kind of module.
+        ValueError: for ``inplace=True``; in forward, for a local input of which the sizes do not
+            tell the layout, and if the ranks' generators differ.
+
+    Example::
+
+        >>> plan = {"layers.*.attention.dropout": Dropout2D(input_layouts=Shard(1)), ...}
+        >>> torch.manual_seed(0)   # the same on every rank
+        >>> parallelize_module(model, mesh, plan)
+    """
+
+    def __init__(self, *, input_layouts: LayoutLike = None, row_dim: int = 0) -> None:
+        super().__init__()
+        check_row_dim(row_dim)
+        self.row_dim = row_dim
+        self.input_layouts = (
+            None
+            if input_layouts is None
+            else as_layout(input_layouts, (Shard(row_dim), Replicate()), row=Shard(row_dim))
+        )
+        self.beside: list[tuple[int, Placement]] = []
+        """Features and ``tp_col`` placement of what the modules beside it hand on."""
+        self.by_default = False
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        if not isinstance(module, nn.Dropout) or type(module).forward is not nn.Dropout.forward:
+            raise TypeError(f"Dropout2D is for nn.Dropout, not {describe_module(module)}")
+        if module.inplace and module.p:
+            raise ValueError(
+                f"{describe_module(module)}: dropout on shards does not write into its input: "
+                f"set inplace to False"
+            )
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _DropoutRunner(self, module, grid)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(input_layouts={self.input_layouts}, row_dim={self.row_dim})"
+
+
+class Masks:
+    """Dropout of what one module handles: knows, or finds out, which elements a shard holds."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        row_dim: int,
+        declared: Layout | None,
+        beside: Sequence[tuple[int, Placement]],
+    ) -> None:
+        self.grid = grid
+        self.row_dim = row_dim
+        self.declared = declared
+        whole = {features for features, p in beside if not _of_features(p)}
+        self.widths = {
+            grid.col.split(features)[grid.col.index]: (
+                features,
+                not whole.isdisjoint(grid.col.split(features)),
+            )
+            for features, p in beside
+            if _of_features(p)
+        }
+        """Local width to the width of the whole, and whether another module's whole is as wide."""
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        """``x``, a DTensor or a local shard, with some of it dropped and the rest scaled."""
+        key = next_key(self.grid)
+        if isinstance(x, DTensor):
+            layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
+            shape = x.shape if x.device_mesh == self.grid.mesh else None
+            local = x.to_local()
+            y = drop(local, dropped(key, p, self._index(local, layout, None, shape)), p)
+            return _like(x, y)
+        layout, features = self._layout(x)
+        return drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``scaled_dot_product_attention`` with dropout, of whole sequences and some heads.
+
+        The weights are written out, as torch itself does on a CPU: ``[batch, heads, queries,
+        keys]`` of this rank's share of the batch and heads.
+        """
+        if isinstance(query, DTensor):
+            here = tuple(query.placements)
+            if any(tuple(x.placements) != here for x in (key, value)) or any(  # type: ignore[attr-defined]
+                isinstance(p, Shard) and p.dim > 1 for p in here
+            ):
+                raise ValueError(
+                    f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} is for a "
+                    f"query, key and value placed alike, split by batch and heads, but the query "
+                    f"is placed {here}"
+                )
+            layout, shape = self.grid.layout(query, self.row_dim), tuple(query.shape)
+            q, k, v = (x.to_local() for x in (query, key, value))  # type: ignore[attr-defined]
+        else:
+            layout, shape = (self.grid.guess_layout(query, 0)[0], self._heads), None
+            q, k, v = query, key, value
+        if self.row_dim == 1 and self.grid.row.size > 1:
+            raise ValueError(
+                f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} with row_dim=1 "
+                f"needs a style for the attention module: name it in the plan"
+            )
+        if isinstance(attn_mask, DTensor):
+            attn_mask = attn_mask.full_tensor()
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        index = self._index(scores, layout, None, shape)
+        if is_causal:
+            shown = index[-2].unsqueeze(-1) >= index[-1]
+            scores = scores.masked_fill(~shown, -torch.inf)
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (scores.ndim - attn_mask.ndim)]
+            for dim in (0, 1):
+                if attn_mask.shape[dim] not in (1, scores.shape[dim]):
+                    attn_mask = attn_mask.index_select(dim, index[dim])
+            if attn_mask.dtype == torch.bool:
+                scores = scores.masked_fill(~attn_mask, -torch.inf)
+            else:
+                scores = scores + attn_mask
+        weights = scores.softmax(-1)
+        y = drop(weights, dropped(next_key(self.grid), dropout_p, index), dropout_p) @ v
+        if shape is None:
+            return y
+        return to_dtensor(y, layout, self.grid, (*shape[:-1], y.shape[-1]))
+
+    @property
+    def _heads(self) -> Placement:
+        return Shard(1) if self.widths else Replicate()
+
+    def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
+        """Layout of a local input, and its features where they are split and known."""
+        features = self.widths.get(x.shape[-1])
+        if self.declared is not None:
+            layout = normalize(self.declared, x.ndim)
+            return layout, features[0] if features and layout[1] == Shard(x.ndim - 1) else None
+        row, col, known = self.grid.row, self.grid.col, self.grid.tokens.shape
+        on_row, on_col = self.grid.guess_layout(x, 0 if x.ndim > 3 else self.row_dim)
+        if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
+            # [batch, heads, queries, keys], beside projections into this rank's heads?
+            tokens = None if known is None or self.row_dim == 1 else known[1]
+            if x.ndim == 4 and self.widths and x.shape[2] == tokens:
+                return (on_row, Shard(1)), None
+            raise ValueError(
+                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the sizes {tuple(x.shape)} of "
+                f"a local input do not tell its layout: name the module in the plan, with "
+                f"Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
+                f"Dropout2D(input_layouts=Replicate())"
+            )
+        if col.size == 1 or isinstance(on_col, Shard):
+            return (on_row, on_col), None
+        if features is None:
+            return (on_row, on_col), None
+        width, also_whole = features
+        if also_whole:
+            raise ValueError(
+                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the last dim "
+                f"of a local input {tuple(x.shape)} is this rank's part of the {width} features "
+                f"of a module beside it, and as wide as another's whole output: name it in the "
+                f"plan, with Dropout2D(input_layouts=Shard(-1)) for the part, "
+                f"Dropout2D(input_layouts=Replicate()) for the whole"
+            )
+        return (on_row, Shard(x.ndim - 1)), width
+
+    def _index(
+        self, x: Tensor, layout: Layout, features: int | None, shape: Sequence[int] | None
+    ) -> list[Tensor]:
+        """For each dim of a local shard, which elements of the whole are here."""
+        index = []
+        for dim, size in enumerate(x.shape):
+            start = 0
+            cuts = [
+                axis
+                for axis, p in zip((self.grid.row, self.grid.col), layout, strict=True)
+                if isinstance(p, Shard) and p.dim == dim and axis.size > 1
+            ]
+            if cuts:
+                if shape is not None:
+                    extent = shape[dim]
+                elif features is not None and dim == x.ndim - 1:
+                    extent = features
+                else:
+                    extent = self._extent(x, dim, cuts, layout)
+                for axis in cuts:
+                    sizes = axis.split(extent)
+                    start += sum(sizes[: axis.index])
+                    extent = sizes[axis.index]
+            index.append(torch.arange(start, start + size, device=x.device))
+        return index
+
+    def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int:
+        """Size of the whole of a dim of a local input."""
+        known = self.grid.tokens.shape
+        # [batch, hidden], [batch, sequence, hidden] or [batch, heads, queries, keys]
+        size = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
+        if known is not None and size is not None:
+            extent = known[size]
+            for axis in cuts:
+                extent = axis.split(extent)[axis.index]
+            # One element stands in for none, see Grid.with_stand_in.
+            if x.shape[dim] == (extent or 1):
+                return known[size]
+        if x.ndim == 3:
+            return self.grid.extent(x, dim, layout)
+        # A list, which Dynamo traces; it does not trace a generator here.
+        return x.shape[dim] * math.prod([axis.size for axis in cuts])
+
+
+class _DropoutRunner(Runner):
+    def __init__(self, style: Dropout2D, module: nn.Module, grid: Grid) -> None:
+        self.style = "Dropout2D"
+        self.by_default = style.by_default
+        self.masks = Masks(grid, style.row_dim, style.input_layouts, style.beside)
+
+    def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
+        if not module.training or module.p == 0.0:
+            return forward(x)
+        return self.masks.drop(x, module.p)
+
+
+class DropoutInside(GridStyle):
+    """Dropout that a module's own code computes, ``F.dropout`` or inside attention.
+
+    :func:`torch_tp2d.parallelize_module` gives it to modules that hold Linears of the plan and
+    say by an attribute that they drop something.
+    """
+
+    def __init__(self, row_dim: int, beside: Sequence[tuple[int, Placement]] = ()) -> None:
+        super().__init__()
+        self.row_dim = row_dim
+        self.beside = beside
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        """Nothing of the module is changed while it drops nothing."""
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _InsideRunner(Masks(grid, self.row_dim, None, self.beside), rates_of(module))
+
+
+def rates_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of a module's attributes that are rates of dropout in its own code.
+
+    An attention module may hold an ``nn.Dropout`` for its rate alone.
+    """
+    found = [name for name, value in vars(module).items() if isinstance(value, float)]
+    if "att" in type(module).__name__.lower():
+        found += [name for name, m in module.named_children() if isinstance(m, nn.Dropout)]
+    return tuple(name for name in found if "drop" in name)
+
+
+class _InsideRunner(Runner):
+    style = "DropoutInside"
+    by_default = True
+
+    def __init__(self, masks: Masks, rates: tuple[str, ...]) -> None:
+        self.masks, self.rates = masks, rates
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        values = (getattr(module, name, 0.0) for name in self.rates)
+        if not module.training or not any(getattr(value, "p", value) for value in values):
+            return forward(*args, **kwargs)
+        with _Intercept(self.masks):
+            return forward(*args, **kwargs)
+
+
+class _Intercept(TorchFunctionMode):
+    def __init__(self, masks: Masks) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            if rate > 0.0:
+                return self.masks.attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        dropped = self.masks.drop(input, p)
+        return input.copy_(dropped) if inplace else dropped
+
+
+def _like(x: DTensor, local: Tensor) -> DTensor:
+    """A local result as a DTensor of the shape and placements of ``x``."""
+    return DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _of_features(placement: Placement) -> bool:
+    """Whether it is the placement of a hidden dim, in two, three or any number of dims."""
+    return placement in (Shard(-1), Shard(2))

@@ -1,0 +1,114 @@
+"""Low-rank adapters beside a styled Linear, as the ``peft`` library puts them there.
+
+``peft.get_peft_model`` puts a module in the place of ``q_proj`` that holds the old one as
+``base_layer`` and, for each adapter, ``lora_dropout``, ``lora_A`` ``[r, in]`` and ``lora_B``
+``[out, r]``, and computes ``base(x) + scaling * B(A(dropout(x)))``. A plan entry for ``q_proj``
+means all of them: see :func:`parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .dropout import Dropout2D
+from .layouts import STATIONARY, Layout
+from .lift import Lifted
+from .recognise import describe_module
+from .replicate import Replicate
+from .styles import Block2DParallel, Colwise2D, GridStyle, Rowwise2D
+
+__all__ = ["is_adapted", "parts"]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is a module with adapters, told by its parts."""
+    children = dict(module.named_children())
+    return "base_layer" in children and isinstance(children.get("lora_A"), nn.ModuleDict)
+
+
+def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
+    """The parts of a module with adapters, and what a style for it means for each.
+
+    The base layer gets the style. A product with the adapter's short dim ``r`` is small, so where
+    a product of the base layer would move tokens of full width, the adapter's moves tokens of
+    width ``r``:
+
+    =========================  ==========================  =================================
+    features of the base       ``lora_A``                  ``lora_B``
+    =========================  ==========================  =================================
+    come whole, leave split    ``Replicate``               ``Colwise2D``
+    come split, leave whole    ``Rowwise2D``               ``Replicate``
+    come split, leave split    ``Rowwise2D``               ``Colwise2D``
+    come whole, leave whole    ``Replicate``               ``Replicate``
+    =========================  ==========================  =================================
+
+    Yields:
+        Name under ``module``, module, style.
+
+    Raises:
+        ValueError: for adapters that are not a pair of Linears, and for a style that is not one of
+            ``Colwise2D``, ``Rowwise2D``, ``Block2DParallel`` or their stock namesakes.
+    """
+    given = style.lifted if isinstance(style, Lifted) else style
+    linears = [(kind, name) for kind in ("lora_A", "lora_B") for name in getattr(module, kind)]
+    if (
+        not isinstance(given, Block2DParallel | Colwise2D | Rowwise2D)
+        or given.dataflow == STATIONARY
+    ):
+        raise ValueError(
+            f"{type(given).__name__} for a layer with adapters, {describe_module(module)}: its "
+            f"adapters follow Colwise2D, Rowwise2D and Block2DParallel with a weight that moves; "
+            f"name base_layer, lora_A.* and lora_B.* one by one"
+        )
+    plain = [
+        type(getattr(module, kind)[name]).forward is nn.Linear.forward for kind, name in linears
+    ]
+    others = [
+        n for n, child in module.named_children() if n not in _KNOWN and any(child.parameters())
+    ]
+    if not linears or not all(plain) or others or any(getattr(module, "use_dora", {}).values()):
+        raise ValueError(
+            f"{describe_module(module)} has adapters other than pairs of Linear lora_A and "
+            f"lora_B {others}: name its parts in the plan one by one, or leave it out of "
+            f"target_modules"
+        )
+    row_dim, local = given.row_dim, given.use_local_output
+    come, leave = given.input_layouts, given.output_layouts
+    if _splits_features(come):
+        between = (come[0], Whole()) if _splits_features(leave) else leave
+        down: GridStyle = Rowwise2D(
+            input_layouts=come, output_layouts=between, use_local_output=local, row_dim=row_dim
+        )
+    else:
+        between = come
+        down = Replicate(input_layouts=come, row_dim=row_dim)
+    if _splits_features(leave):
+        up: GridStyle = Colwise2D(
+            input_layouts=between, output_layouts=leave, use_local_output=local, row_dim=row_dim
+        )
+    else:
+        up = Replicate(
+            input_layouts=between, output_layouts=leave, use_local_output=local, row_dim=row_dim
+        )
+    yield "base_layer", module.base_layer, style
+    styles = {"lora_A": down, "lora_B": up}
+    for kind, name in linears:
+        yield f"{kind}.{name}", getattr(module, kind)[name], styles[kind]
+    for name, child in module.lora_dropout.items():
+        if isinstance(child, nn.Dropout):
+            before = Dropout2D(input_layouts=come, row_dim=row_dim)
+            before.beside = [(module.in_features, come[1])]
+            yield f"lora_dropout.{name}", child, before
+
+
+_KNOWN = ("base_layer", "lora_A", "lora_B", "lora_dropout")
+
+
+def _splits_features(layout: Layout) -> bool:
+    return layout[1] in (Shard(-1), Shard(2))

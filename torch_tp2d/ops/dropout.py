@@ -1,0 +1,85 @@
+"""Dropout whose mask depends on which element it is of, not on which rank holds it.
+
+Whether an element is dropped is a function of a key and of its index in the whole tensor, dim by
+dim. So shards have masks of their own, copies agree, and any grid, also of one rank, drops the
+same elements. Nothing is stored: who has the key and the index has the mask, for any part of the
+tensor in any order.
+
+The hash is counter-based in the sense of Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3" (doi 10.1145/2063384.2063405): a state of 64 bits for each index of all dims but the last,
+by the finalizer of SplitMix64 (Steele et al., doi 10.1145/2714064.2660195), and for each element
+two rounds of multiply and shift in 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["draw_key", "drop", "dropped"]
+
+# SplitMix64's constants, as int64 has them.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_MIX = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+# Odd multipliers for 32 bits, found by search for little bias (github.com/skeeto/hash-prospector).
+_MIX32 = 0x2C1B3C6D, 0x297A2D39
+
+
+def draw_key() -> Tensor:
+    """The key of one call of dropout: an int64 from torch's default CPU generator.
+
+    From there because ``torch.manual_seed`` governs it on every kind of device, and because
+    ``torch.utils.checkpoint`` puts its state back before it computes a layer again.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+
+
+def _mix(h: Tensor) -> Tensor:
+    """SplitMix64's finalizer: every bit of the result hangs on every bit of ``h``."""
+    h = (h ^ ((h >> 30) & (2**34 - 1))) * _MIX[0]
+    h = (h ^ ((h >> 27) & (2**37 - 1))) * _MIX[1]
+    return h ^ ((h >> 31) & (2**33 - 1))
+
+
+def dropped(key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
+    """Which elements dropout drops: true with probability ``p``, to the nearest ``2**-32``.
+
+    Args:
+        key: a 0-dim int64, as :func:`draw_key` gives it.
+        p: 0 to 1.
+        index: for each dim of the tensor, the index in the whole tensor of each element that is
+            here: int64, one dim each, any order. A tensor of two dims or more may be masked by
+            blocks: each index of a part has the mask that it has in the whole.
+
+    Returns:
+        Booleans of shape ``[len(i) for i in index]``, on the device of ``index``.
+
+    Example::
+
+        >>> rows, columns = torch.arange(4), torch.arange(6)
+        >>> whole = dropped(key, 0.1, [rows, columns])
+        >>> assert dropped(key, 0.1, [rows[2:], columns]).equal(whole[2:])
+    """
+    *outer, last = index
+    state = _mix(key.to(last.dtype) + _STEP)
+    for positions in outer:
+        state = _mix(state.unsqueeze(-1) + (positions + 1) * _STEP)
+    # A key for each row of the last dim, in two halves: one is added, the other multiplied by.
+    added, factor = state.to(torch.int32), (state >> 32).to(torch.int32) | 1
+    column = _mix((last + 1) * _STEP).to(torch.int32)
+    # From here on every element costs: 32 bits, in place.
+    h = added.unsqueeze(-1) ^ column
+    h *= factor.unsqueeze(-1)
+    for shift, multiplier in zip((15, 12), _MIX32, strict=True):
+        # It shifts the sign in, so that h and ~h become one: 31 bits of state are left, and enough.
+        h ^= h >> shift
+        h *= multiplier
+    # The high bits are the best, so they are compared.
+    return h < round(p * 2**32) - 2**31 if p < 1 else torch.ones_like(h, dtype=torch.bool)
+
+
+def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """``x`` with what ``mask`` says dropped, the rest scaled by ``1 / (1 - p)``."""
+    return x.masked_fill(mask, 0.0) * (1.0 / (1.0 - p) if p < 1 else 0.0)
