@@ -36,7 +36,7 @@ def start(*command: object, **environment: str) -> str:
         | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     everything = f"{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, everything

@@ -73,7 +73,7 @@ class Llama2Config:
 
 # The first two are for a laptop; the others are Meta's, table 1 of the paper.
 SIZES: dict[str, Llama2Config] = {
-    "tiny": Llama2Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32),
+    "tiny": Llama2Config(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, multiple_of=32),
     "mini": Llama2Config(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, multiple_of=32),
     "7b": Llama2Config(dim=4096, n_layers=32, n_heads=32),
     "13b": Llama2Config(dim=5120, n_layers=40, n_heads=40),
