@@ -74,7 +74,7 @@ def test_cells_are_clean(name: str) -> None:
     code = "\n\n".join(re.sub(r"^%.*\n?", "", source, flags=re.MULTILINE) for source in sources)
     # Imports stand where they are wanted, and again where ranks begin anew; a semicolon at the
     # end of a cell keeps its value from being shown twice.
-    command = ["check", "--extend-ignore", "E402,E703,F811,I001", "--stdin-filename", "cells.py", "-"]
+    command = ["check", "--extend-ignore=E402,E703,F811,I001", "--stdin-filename=cells.py", "-"]
     ruff = pytest.importorskip("ruff")
     done = subprocess.run(
         [ruff.find_ruff_bin(), *command], input=code, capture_output=True, text=True

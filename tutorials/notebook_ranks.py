@@ -119,8 +119,10 @@ class Ranks:
         try:
             while len(answers) < len(self._pipes) and time.monotonic() < deadline:
                 waiting = [p for rank, p in enumerate(self._pipes) if rank not in answers]
-                for pipe in wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
-                    rank = self._pipes.index(pipe)
+                ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+                for rank, pipe in enumerate(self._pipes):
+                    if pipe not in ready:
+                        continue
                     try:
                         kind, value = pipe.recv()
                     except EOFError:
@@ -208,7 +210,7 @@ def _serve(rank: int, count: int, scratch: str, pipe: Connection) -> None:
                     value = eval(text, variables)
                 else:
                     _execute(text, variables, f"<cell {number} on rank {rank}>")
-                answer = "done", pickle.dumps(value)
+                answer: tuple[str, str | bytes] = "done", pickle.dumps(value)
         except BaseException:
             answer = "failed", traceback.format_exc()
         pipe.send(answer)

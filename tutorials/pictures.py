@@ -31,8 +31,8 @@ def show_diff(before: Callable[..., Any], after: Callable[..., Any]) -> Any:
     """The lines in which two functions differ, for a notebook to display."""
     from IPython.display import Markdown
 
-    sources = [inspect.getsource(function).splitlines() for function in (before, after)]
-    lines = difflib.unified_diff(*sources, n=0, lineterm="")
+    old, new = (inspect.getsource(function).splitlines() for function in (before, after))
+    lines = difflib.unified_diff(old, new, n=0, lineterm="")
     changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
     return Markdown("\n".join(["```diff", *changed, "```"]))
 
@@ -114,7 +114,7 @@ def draw_blocks(
         1, len(halves), figsize=(4.9 * len(halves), 1.08 * rows + 0.5), layout="constrained"
     )
     for axis, (title, tensors) in zip(axes, halves.items(), strict=True):
-        axis.set(xlim=(-3.2, 7.6), ylim=(-2.5 * rows + 0.4, 1.15), aspect="equal")
+        axis.set(xlim=(-3.2, 7.6), ylim=(-2.5 * rows + 0.2, 1.15), aspect="equal")
         axis.axis("off")
         axis.text(-3.2, 0.85, title, fontweight="bold", fontsize=9)
         axis.text(2.2, 0.3, "line of 4", ha="center", fontsize=8)
