@@ -42,7 +42,9 @@ def ring(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: S
     """Attention of this rank's queries to the keys of all: each block is used, and handed on.
 
     Received per rank: forward the other ranks' keys and values, backward these and as much of
-    their gradients. Nothing but two blocks is held at a time.
+    their gradients. Nothing but two blocks is held at a time. Under ``torch.compile`` it runs as
+    :func:`gathered`: a rank that only hands a block on, as a causal mask makes of some, has no use
+    for it, and its graph would drop the transfer that others wait for.
 
     Args:
         query, key, value: ``[batch, heads, length, features]`` of this rank's positions; as many
@@ -53,6 +55,8 @@ def ring(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: S
     Source: blockwise attention with a ring of keys (Liu et al., arXiv 2310.01889), merged by the
     logarithms of the sums (Dao et al., arXiv 2205.14135).
     """
+    if torch.compiler.is_compiling():
+        return gathered(query, key, value, mask, spec)
     return _Ring.apply(query, key, value, mask, spec)
 
 
