@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT = 500.0
+TIMEOUT = 120.0
 """Seconds after which a body is taken to hang."""
 
 _server = mp.get_context("forkserver")
