@@ -44,13 +44,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     saved = folder / "smollm2.pt"
-    torch.save({"config": model.config.to_dict(), "weights": model.state_dict()}, saved)
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    torch.save({"config": config, "weights": model.state_dict()}, saved)
     return saved
 
 
 def _model(checkpoint: Path) -> Any:
     saved = torch.load(checkpoint, mmap=True)
-    saved["config"].pop("quantization_config", None)
     config = transformers.LlamaConfig(**saved["config"])
     config._attn_implementation = "sdpa"
     with torch.device("meta"):

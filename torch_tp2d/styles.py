@@ -445,6 +445,10 @@ class _LinearRunner(Runner):
     def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies its output features by."""
         weight, bias = local_shard(module.weight), local_shard(module.bias)
+        if torch.is_autocast_enabled(weight.device.type):
+            # Before anything moves: the wire carries the low precision too.
+            dtype = torch.get_autocast_dtype(weight.device.type)
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         if self.parts > 1:
             return deal_grad(weight, self.out_dim, bias, self.parts, self.grid.col)
         return weight, bias
@@ -454,9 +458,6 @@ class _LinearRunner(Runner):
         if isinstance(module.weight, DTensor) and module.weight.device_mesh != self.grid.mesh:
             return None
         weight, bias = self._shards(module)
-        if torch.is_autocast_enabled(weight.device.type):
-            dtype = torch.get_autocast_dtype(weight.device.type)
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         moving = self.op.algorithm.prefetch(self.op.as_b(weight.detach()), self.op.cut)
         return Ready(ring.late(weight), None if bias is None else ring.late(bias), moving)
 

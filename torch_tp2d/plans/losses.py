@@ -36,6 +36,10 @@ def causal_lm_loss(
 
     Returns:
         A plain scalar, the same on every rank.
+
+    Raises:
+        TypeError: for plain logits. Where a plan is edited so that its head gives whole ones, leave
+            its entry ``""`` out: the model's own loss is right for them.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
