@@ -186,9 +186,7 @@ def _under_fsdp() -> float:
         mine = {name: value.chunk(2)[data.get_local_rank()] for name, value in batch.items()}
         masked_lm_truth(reference, batch).backward()
         model(**mine).loss.backward()
-        norms = [
-            nn.utils.clip_grad_norm_(part.parameters(), 0.5) for part in (reference, model)
-        ]
+        norms = [nn.utils.clip_grad_norm_(part.parameters(), 0.5) for part in (reference, model)]
         worst = max(worst, relative(norms[1], norms[0]))
         for optimizer in optimizers:
             optimizer.step()

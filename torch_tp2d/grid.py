@@ -265,9 +265,15 @@ class Grid:
         return row, Shard(1) if x.shape[1] < sequence else Replicate()
 
     def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout) -> int | None:
-        """The dim that ``tp_row`` splits, where this row gets none of the tokens."""
+        """The dim that ``tp_row`` splits, where this row gets none of the tokens.
+
+        Unless no sizes are under way: what comes back from the user's code, of unknown origin,
+        could not be told from tokens then.
+        """
         row = normalize(layout, ndim)[0]
-        if sizes is None or not isinstance(row, Shard) or row.dim >= len(sizes):
+        if sizes is None or self.tokens.shape is None or not isinstance(row, Shard):
+            return None
+        if row.dim >= len(sizes):
             return None
         if self._shard(sizes[row.dim], [self.row]) or not sizes[row.dim]:
             return None

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..attention import Attention2D
 from ..grid import Grid, check_mesh, describe_mesh
 from ..layouts import TP_COL, Layout
-from ..recognise import describe_module
+from ..recognise import describe_module, is_embedding
 from ..replicate import SumGrads
 from ..styles import GridStyle, Runner, local_shard
 from .losses import LossOfLabels
@@ -34,6 +34,10 @@ class HeadBias(GridStyle):
         whole: the module sees all heads, as where these do not divide over ``tp_col``; each rank
             computes a share of them, so the gradient is summed along ``tp_col`` too.
 
+    Raises:
+        TypeError: when applied to anything but an ``nn.Embedding``.
+        ValueError: if the heads do not divide and ``whole`` is not given.
+
     Example::
 
         >>> plan["encoder.block.0.layer.0.SelfAttention.relative_attention_bias"] = HeadBias()
@@ -42,6 +46,17 @@ class HeadBias(GridStyle):
     def __init__(self, *, whole: bool = False) -> None:
         super().__init__()
         self.layout: Layout = Replicate(), Replicate() if whole else Shard(1)
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        if not is_embedding(module):
+            raise TypeError(f"HeadBias is for an nn.Embedding, not {describe_module(module)}")
+        heads: Any = module.embedding_dim
+        if isinstance(self.layout[1], Shard) and heads % grid.col.size:
+            raise ValueError(
+                f"{describe_module(module)} is a bias of {heads} heads, which do not divide over "
+                f"{grid.col.name}={grid.col.size}: use HeadBias(whole=True)"
+            )
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
         yield module, "weight", self.layout
