@@ -277,7 +277,7 @@ class _MatmulStyle(GridStyle):
     shards_over_row = True
     """Whether tp_row holds 1/R of the weight; lifted stock styles replicate it there."""
 
-    def _weight_layout(self, module: nn.Module) -> Layout:
+    def _weight_layout(self, module: Any) -> Layout:
         on_row, on_col = self.rule.weight_dims
         if is_patch_embedding(module):
             # [out, channels, height, width]: of what a patch is made of, the dim that cuts finest.

@@ -115,7 +115,8 @@ def set_up() -> torch.device:
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        # gloo for what FSDP offloads to the host: clipping takes a norm of gradients there.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         device = torch.device("cpu")
         # gloo with one worker thread: with two, FSDP's collectives now and then end in a crash.

@@ -90,7 +90,7 @@ def plan_2d() -> dict[str, ParallelStyle]:
 
 
 def distribute(model: SwinUNet, mesh: DeviceMesh, offload: bool) -> None:
-    """Lays ``model`` over the grid, in place; offloading is FSDP's business, over ``mesh["dp"]``."""
+    """Lays ``model`` over the grid, in place; FSDP offloads it, over ``mesh["dp"]``."""
     torch_tp2d.parallelize_module(model, mesh["tp_row", "tp_col"], plan_2d())
     if offload:
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

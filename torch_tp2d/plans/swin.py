@@ -48,8 +48,8 @@ def swin_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             sequence.
 
     Raises:
-        ValueError: for ``row_dim=1`` or ``sequence_parallel=True``, for a model with a mask token,
-            and for another model than the two.
+        ValueError: for ``row_dim=1`` or ``sequence_parallel=True``, for dropout or a drop path,
+            for a model with a mask token, and for another model than the two.
     """
     parts = Parts(**{"sequence_parallel": False, **options})
     _check(model, mesh, parts)
@@ -112,6 +112,15 @@ def _check(model: nn.Module, mesh: DeviceMesh, parts: Parts) -> None:
         raise ValueError(
             f"{where}: sequence_parallel=True splits each image over tp_col, but windows are "
             f"made of whole images: leave it out"
+        )
+    config: Any = model.config
+    rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+    drawn = [name for name in rates if getattr(config, name)]
+    if drawn:
+        raise ValueError(
+            f"{where}: {drawn[0]}={getattr(config, drawn[0])}, but what ranks draw at random for "
+            f"windows and images is not kept in step: make the model with {drawn[0]}=0.0 (it "
+            f"changes no weight)"
         )
     inner = getattr(model, "swin", model)
     known = inner is model or isinstance(getattr(model, "classifier", None), nn.Linear)
