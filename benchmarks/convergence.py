@@ -51,7 +51,7 @@ KINDS = ("gpt2", "bert", "t5")
 FP64 = 1e-8
 """Largest relative difference of two loss curves in fp64."""
 TIMES = 10
-"""How many times as far from one device's curve the grid's may be as the reversed one's, in fp32."""
+"""How many times as far as ``reversed`` the grid's curve may stray from one device's, in fp32."""
 WEIGHT_DECAY, CLIP, WARM_UP = 0.01, 1.0, 20
 """The paper's weight decay; the norm to which gradients are clipped; steps to the full rate."""
 LAST = 20
