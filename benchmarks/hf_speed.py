@@ -2,7 +2,7 @@
 """Compare GPT-2, BERT and T5 under stock tensor parallelism and on a grid: the paper's Table 4.
 
     sudo python benchmarks/hf_speed.py --out benchmarks/results/NAME.json
-    sudo python benchmarks/hf_speed.py --out trial.json --hidden 128 --seq 64 --layers 2 --repeats 2
+    sudo python benchmarks/hf_speed.py --out trial.json --hidden 256 --seq 64 --layers 2 --repeats 2
 
 For each kind of model netlab.py makes four hosts joined by links of 200 Mbit/s, and
 ``hf_step.py`` times on them, in one run and in turn, a training step (forward and backward, fp32,
@@ -29,7 +29,7 @@ rank that sends most, as its network interface counts; MB that NCCL's collective
 resident memory that a step adds; and the paper's ratio of hours for its TP on 4 GPUs.
 
 A kind takes about three minutes at the default sizes on two idle cores, as far as the blocks'
-times tell (4 rounds and one untimed); ``--hidden 128 --seq 64 --layers 2 --repeats 2`` half a
+times tell (4 rounds and one untimed); ``--hidden 256 --seq 64 --layers 2 --repeats 2`` half a
 minute. Results are written after every kind, and the same command again runs what is missing.
 Needs Linux, root and iproute2, as netlab.py does.
 """

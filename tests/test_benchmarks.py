@@ -15,6 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import compare
+import convergence
+import hf_speed
 import measure
 import plot
 import traffic
@@ -153,3 +155,38 @@ class TestResults:
         found = panels("4ranks-unshaped", "4ranks-1gbit", "4ranks-200mbit", "m0.5")
         assert found == [rates, places]
         assert panels("4ranks-1gbit", "8ranks-200mbit") == []
+
+
+class TestHuggingFace:
+    def test_how_far_curves_stray(self) -> None:
+        """The first difference is told apart from the largest, which rounding grows into."""
+        curves = {"one device": [4.0, 2.0], "reversed": [4.0, 2.002], "grid": [4.0004, 1.998]}
+        found = convergence.summary(curves)
+        assert found["largest_relative_difference"] == pytest.approx(
+            {"reversed": 1e-3, "grid": 1e-3}
+        )
+        assert found["first_relative_difference"] == pytest.approx(1e-4)
+        assert found["perplexity"]["one device"] == pytest.approx(math.exp(3.0))
+
+    def test_sizes_that_stock_styles_cannot_split_are_refused(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Two heads of 64 go on two columns, but not on a line of four ranks beside them."""
+        with pytest.raises(SystemExit):
+            hf_speed.parse(["--out", "x.json", "--hidden", "128"])
+        assert "2 heads of 64" in capsys.readouterr().err
+
+    def test_the_table_says_what_failed(self) -> None:
+        record = {
+            "seconds": 1.5,
+            "times_ours": 2.0,
+            "times_ours_min": 1.8,
+            "times_ours_max": 2.2,
+            "sent_bytes": None,
+            "nccl_bytes": 3e6,
+            "step_peak_bytes": 4e6,
+        }
+        plans = [{"plan": "tp-input", **record}, {"plan": "tp2d", **record}]
+        lines = hf_speed.table({"gpt2": {"plans": plans}, "t5": {"failed": "exit status 1"}})
+        assert "2.00 (1.80..2.20)" in lines and "1.84" in lines
+        assert lines.endswith("exit status 1")

@@ -1621,6 +1621,30 @@ def test_a_model_made_on_meta() -> None:
     no_difference(world.run(4, _meta))
 
 
+def _meta_replicated() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    reference = RMSNormPython(5).double()
+    with torch.device("meta"):
+        # Its forward is not torch's, so it runs on DTensors.
+        model = RMSNormPython(5).double()
+    style = torch_tp2d.Replicate(input_layouts=(Shard(0), Shard(1)))
+    parallelize_module(model, mesh, {"": style})
+    model.to_empty(device="cpu")
+    nn.init.ones_(model.weight)
+    x = noise(4, 6, 5, seed=1)
+    rows, columns = (axis.get_local_rank() for axis in (mesh["tp_row"], mesh["tp_col"]))
+    model(x.chunk(2, 0)[rows].chunk(2, 1)[columns]).square().sum().backward()
+    reference(x).square().sum().backward()
+    grad = model.weight.grad
+    assert isinstance(grad, DTensor) and not any(p.is_partial() for p in grad.placements)
+    return {"gradient": relative(grad, reference.weight.grad)}
+
+
+def test_a_replicated_module_made_on_meta() -> None:
+    """Its gradient stayed a partial sum: to_empty() leaves a parameter's hooks behind."""
+    no_difference(world.run(4, _meta_replicated))
+
+
 def _meta_tied() -> dict[str, float]:
     mesh = grid_mesh(2, 2)
     ids = torch.arange(15).view(3, 5) % 13

@@ -56,7 +56,7 @@ from ..styles import (
 
 __all__ = ["NAMES", "from_pretrained", "register"]
 
-OLDEST, NEWEST = (5, 23), (5, 23)
+OLDEST, NEWEST = (5, 18), (5, 23)
 """The versions of transformers whose loader has been seen to work with this."""
 
 
