@@ -146,8 +146,10 @@ class Masks:
         row_dim: int,
         declared: Layout | None,
         beside: Sequence[tuple[int, Placement]],
+        owner: str,
     ) -> None:
         self.grid = grid
+        self._here = f"{owner} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
         whole = {features for features, p in beside if not _of_features(p)}
@@ -195,7 +197,7 @@ class Masks:
                 isinstance(p, Shard) and p.dim > 1 for p in here
             ):
                 raise ValueError(
-                    f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} is for a "
+                    f"{self._here}: dropout is for a "
                     f"query, key and value placed alike, split by batch and heads, but the query "
                     f"is placed {here}"
                 )
@@ -206,8 +208,8 @@ class Masks:
             q, k, v = query, key, value
         if self.row_dim == 1 and self.grid.row.size > 1:
             raise ValueError(
-                f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} with row_dim=1 "
-                f"needs a style for the attention module: name it in the plan"
+                f"{self._here}: dropout inside attention "
+                f"with row_dim=1 needs a style for the attention module: name it in the plan"
             )
         if isinstance(attn_mask, DTensor):
             attn_mask = attn_mask.full_tensor()
@@ -227,7 +229,8 @@ class Masks:
                 scores = scores.masked_fill(~attn_mask, -torch.inf)
             else:
                 scores = scores + attn_mask
-        weights = scores.softmax(-1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         y = drop(weights, dropped(next_key(self.grid), dropout_p, index), dropout_p) @ v
         if shape is None:
             return y
@@ -251,9 +254,9 @@ class Masks:
             if x.ndim == 4 and self.widths and x.shape[2] == tokens:
                 return (on_row, Shard(1)), None
             raise ValueError(
-                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the sizes {tuple(x.shape)} of "
-                f"a local input do not tell its layout: name the module in the plan, with "
-                f"Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
+                f"{self._here}: the sizes {tuple(x.shape)} of a local input do not tell its "
+                f"layout: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
+                f"with Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
                 f"Dropout2D(input_layouts=Replicate())"
             )
         if col.size == 1 or isinstance(on_col, Shard):
@@ -263,10 +266,10 @@ class Masks:
         width, also_whole = features
         if also_whole:
             raise ValueError(
-                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the last dim "
-                f"of a local input {tuple(x.shape)} is this rank's part of the {width} features "
-                f"of a module beside it, and as wide as another's whole output: name it in the "
-                f"plan, with Dropout2D(input_layouts=Shard(-1)) for the part, "
+                f"{self._here}: the last dim of a local input {tuple(x.shape)} is this rank's part "
+                f"of the {width} features of a module beside it, and as wide as another's whole "
+                f"output: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
+                f"with Dropout2D(input_layouts=Shard(-1)) for the part, "
                 f"Dropout2D(input_layouts=Replicate()) for the whole"
             )
         return (on_row, Shard(x.ndim - 1)), width
@@ -319,7 +322,9 @@ class _DropoutRunner(Runner):
     def __init__(self, style: Dropout2D, module: nn.Module, grid: Grid) -> None:
         self.style = "Dropout2D"
         self.by_default = style.by_default
-        self.masks = Masks(grid, style.row_dim, style.input_layouts, style.beside)
+        self.masks = Masks(
+            grid, style.row_dim, style.input_layouts, style.beside, describe_module(module)
+        )
 
     def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:
@@ -343,7 +348,8 @@ class DropoutInside(GridStyle):
         """Nothing of the module is changed while it drops nothing."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return _InsideRunner(Masks(grid, self.row_dim, None, self.beside), rates_of(module))
+        masks = Masks(grid, self.row_dim, None, self.beside, describe_module(module))
+        return _InsideRunner(masks, rates_of(module))
 
 
 def rates_of(module: nn.Module) -> tuple[str, ...]:
