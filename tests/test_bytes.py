@@ -125,6 +125,22 @@ def _loss() -> str:
         return _report(forward, backward)
 
 
+HEADS, HEAD = 4, 6
+
+
+def _attention(rows: int, columns: int, **kwargs: Any) -> tuple[CommCounter, CommCounter]:
+    """Of one sequence that tp_row splits, heads over tp_col."""
+    with fake_grid(rows, columns) as mesh:
+        zeros = torch.zeros(1, HEADS, S, HEAD)
+        layout = Shard(2), Shard(1)
+        q, k, v = (distribute_tensor(zeros, mesh, layout).requires_grad_() for _ in range(3))
+        with CommCounter(mesh) as forward:
+            out = torch_tp2d.attention2d(q, k, v, **kwargs)
+        with CommCounter(mesh) as backward:
+            out.backward(distribute_tensor(zeros, mesh, layout))
+    return forward, backward
+
+
 def _layer(plan: dict[str, Any]) -> str:
     """One layer of the Transformer, embeddings, head and loss left out by difference."""
     counters = []
@@ -316,6 +332,40 @@ backward 7840 B
  tp_row reduce_scatter_tensor        2         2048 B""")
 
 
+    def test_ring_attention(self) -> None:
+        """Backward hands on keys, values and their gradients; a causal mask changes nothing."""
+        report = _report(*_attention(4, 2, algorithm="ring", is_causal=True))
+        self.assertExpectedInline(report, """\
+forward 864 B
+ tp_row all_to_all_single            3          864 B
+backward 1728 B
+ tp_row all_to_all_single            6         1728 B""")
+
+    def test_gathered_attention(self) -> None:
+        report = _report(*_attention(4, 2, algorithm="gather"))
+        self.assertExpectedInline(report, """\
+forward 864 B
+ tp_row all_gather_into_tensor       2          864 B
+backward 864 B
+ tp_row reduce_scatter_tensor        2          864 B""")
+
+    def test_two_phase_attention(self) -> None:
+        report = _report(*_attention(2, 2))
+        self.assertExpectedInline(report, """\
+forward 1920 B
+ tp_col all_gather_into_tensor       1          288 B
+ tp_col all_reduce                   2          192 B
+ tp_col all_to_all_single            2          576 B
+ tp_col reduce_scatter_tensor        1          288 B
+ tp_row all_gather_into_tensor       2          576 B
+backward 1824 B
+ tp_col all_gather_into_tensor       1          288 B
+ tp_col all_reduce                   1           96 B
+ tp_col all_to_all_single            2          576 B
+ tp_col reduce_scatter_tensor        1          288 B
+ tp_row reduce_scatter_tensor        2          576 B""")
+
+
 class TestArithmetic(TestCase):
     """The README's formulas, in elements received per device, for every grid that divides."""
 
@@ -369,6 +419,20 @@ class TestArithmetic(TestCase):
                 forward, _ = self._moved(Block2DParallel(algorithm=name), FEATURES, mesh)
                 collective, _ = self._moved(Block2DParallel(), FEATURES, mesh)
                 self.assertEqual(forward, collective, name)
+
+    def test_attention_moves_what_its_docstring_says(self) -> None:
+        """In units of a rank's part of the queries; the paper's softmax is two reductions forward
+        and one backward of a number for each query and head."""
+        for rows, columns in ((2, 2), (4, 2), (2, 4), (3, 1), (1, 4)):
+            unit = HEADS * S * HEAD // (rows * columns) * WORD
+            forward, backward = _attention(rows, columns, algorithm="ring")
+            self.assertEqual(forward.total_bytes, 2 * (rows - 1) * unit)
+            self.assertEqual(backward.total_bytes, 4 * (rows - 1) * unit)
+            tokens = (columns - 1) * 2 + 2 * (rows - 1) + 2 * rows * (columns - 1) / columns
+            statistic = 2 * (columns - 1) / columns * HEADS * S / rows * WORD
+            forward, backward = _attention(rows, columns)
+            self.assertEqual(forward.total_bytes, tokens * unit + 2 * statistic)
+            self.assertEqual(backward.total_bytes, tokens * unit + statistic)
 
     def test_a_block_moves_what_the_readme_says(self) -> None:
         """8m/R (C-1)/C + 24/C (R-1)/R in units of hidden^2, m = tokens / hidden: attention and

@@ -22,7 +22,15 @@ TIMEOUT = 120.0
 """Seconds after which a body is taken to hang."""
 
 _server = mp.get_context("forkserver")
-_server.set_forkserver_preload(["preload"])
+_preloaded = ["preload"]
+_server.set_forkserver_preload(_preloaded)
+
+
+def preload(module: str) -> None:
+    """Have the server import a module too. To be called before the first run, on import."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+        _server.set_forkserver_preload(_preloaded)
 
 
 class RankFailed(AssertionError):

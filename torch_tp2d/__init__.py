@@ -4,27 +4,36 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 :class:`Colwise2D` and ``RowwiseParallel`` to :class:`Rowwise2D`, on ``mesh["tp_row", "tp_col"]``.
 """
 
+from .attention import Attention2D, attention2d, attention_projections
 from .counter import CommCounter
 from .dropout import Dropout2D
 from .lift import Lifted
+from .local import Local2D
 from .loss import cross_entropy
-from .ops import attention as _attention  # noqa: F401  registers a sharding rule
+from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import parallelize_module
+from .plans import plan_for
 from .replicate import Replicate
 from .styles import Block2DParallel, Colwise2D, GridStyle, Norm2D, Rowwise2D
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attention2D",
     "Block2DParallel",
     "Colwise2D",
     "CommCounter",
     "Dropout2D",
     "GridStyle",
     "Lifted",
+    "Local2D",
     "Norm2D",
     "Replicate",
     "Rowwise2D",
+    "attention2d",
+    "attention_projections",
+    "balanced_order",
     "cross_entropy",
     "parallelize_module",
+    "plan_for",
 ]

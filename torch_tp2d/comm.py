@@ -4,10 +4,11 @@ They work on plain local tensors, take uneven shards (padded on the wire only), 
 ``torch.compile`` and can be counted (:class:`torch_tp2d.CommCounter`). Two layers:
 
 * *raw*: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``,
-  ``reduce`` and ``shift`` start a transfer and return a :class:`Pending`; what is computed before
-  its ``wait()`` overlaps with it. The matmul algorithms are written with these.
+  ``reduce``, ``shift`` and ``deal`` start a transfer and return a :class:`Pending`; what is
+  computed before its ``wait()`` overlaps with it. The matmul algorithms are written with these.
 * *differentiable*: :func:`move` changes one axis of a tensor's layout, :func:`broadcast_grad`,
-  :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones.
+  :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones, :func:`deal_grad` takes
+  a fused weight apart.
 
 gloo wants two things done for it (both measured, see ``benchmarks``). Its reduce-scatter costs as
 much as an all-reduce, so there :func:`reduce_scatter` exchanges the shards with an all-to-all and
@@ -38,6 +39,8 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "broadcast_grad",
+    "deal",
+    "deal_grad",
     "move",
     "reduce",
     "reduce_grad",
@@ -399,6 +402,50 @@ def shift(
     )
 
 
+def deal(x: Tensor, dim: int, parts: int, axis: Axis, *, back: bool = False) -> Pending:
+    """Go from a shard of a dim that is made of equal parts to a shard of each of the parts.
+
+    Cut into ``parts * size`` blocks, a rank's shard is ``parts`` neighbours, and what it gets is
+    every ``size``-th from its own index on: for q, k and v side by side, its share of each.
+
+    Args:
+        x: this rank's shard, a multiple of ``parts`` long in ``dim`` and as long as the others'.
+        back: the way back.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    blocks = x.movedim(dim, 0).unflatten(0, (parts, -1))
+
+    def mine(rank: int) -> list[tuple[int, int]]:
+        """``(owner, block)`` after dealing, for each of the blocks that are neighbours here."""
+        return [(block % axis.size, block) for block in range(rank * parts, (rank + 1) * parts)]
+
+    here = mine(axis.index)
+    order = sorted(range(parts), key=here.__getitem__)
+    width = blocks[0].numel()
+    sends = [width * sum(owner == rank for owner, _ in here) for rank in range(axis.size)]
+    receives = [
+        width * sum(owner == axis.index for owner, _ in mine(rank)) for rank in range(axis.size)
+    ]
+    if back:
+        sends, receives = receives, sends
+    else:
+        blocks = blocks[order]
+    shape = blocks.shape
+
+    def finish(pieces: list[list[Tensor]]) -> Tensor:
+        received = [torch.cat(of_rank) for of_rank in zip(*pieces, strict=True)]
+        result = torch.cat(received).view(shape)
+        if back:
+            result = torch.empty_like(result).index_copy_(
+                0, torch.tensor(order, device=x.device), result
+            )
+        return result.flatten(0, 1).movedim(0, dim)
+
+    largest = width * -(-parts // axis.size)
+    return _exchange(blocks.reshape(-1), sends, receives, axis, largest, finish)
+
+
 class _Move(torch.autograd.Function):
     """One axis of a layout changes; see :func:`move` for the table of pairs."""
 
@@ -549,3 +596,36 @@ def reduce_grad(x: Tensor, dst: int, axis: Axis) -> Tensor:
 def shift_grad(x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """Rank ``index + steps``'s block of ``dim``; its gradient travels back the same way."""
     return _Shift.apply(x, steps, axis, dim, sizes)
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, parts: int, axis: Axis, *shards: Tensor | int | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.parts, ctx.axis, ctx.dims = parts, axis, shards[1::2]
+        return _deal_all(shards[::2], ctx.dims, parts, axis, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        dealt = _deal_all(grads, ctx.dims, ctx.parts, ctx.axis, back=True)
+        return (None, None, *(item for grad in dealt for item in (grad, None)))
+
+
+def _deal_all(
+    shards: Sequence[Any], dims: Sequence[Any], parts: int, axis: Axis, *, back: bool
+) -> tuple[Tensor | None, ...]:
+    moving = [
+        None if shard is None else deal(shard, dim, parts, axis, back=back)
+        for shard, dim in zip(shards, dims, strict=True)
+    ]
+    return tuple(None if one is None else one.wait().contiguous() for one in moving)
+
+
+def deal_grad(
+    weight: Tensor, dim: int, bias: Tensor | None, parts: int, axis: Axis
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`deal` a weight's ``dim`` and its bias, both at once; their gradients travel back."""
+    if axis.size == 1:
+        return weight, bias
+    return _Deal.apply(parts, axis, weight, dim, bias, 0)

@@ -33,7 +33,7 @@ OTHER_KINDS = (
 )
 """torch's dropouts of whole channels, and those that keep mean and variance: not for shards."""
 
-_TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 3: {0: 0, 1: 1}, 4: {0: 0, 2: 1, 3: 1}}
+_TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
 """By the number of dims: which of them are the batch (0) and the sequence (1)."""
 
 _draws: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], int]] = WeakKeyDictionary()
@@ -173,7 +173,8 @@ class Masks:
             y = drop(local, dropped(key, p, self._index(local, layout, None, shape)), p)
             return _like(x, y)
         layout, features = self._layout(x)
-        return drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
+        y = drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
+        return self.grid.with_stand_in(y, layout, self.grid.sizes_of(x))
 
     def attention(
         self,
@@ -250,7 +251,8 @@ class Masks:
         on_row, on_col = self.grid.guess_layout(x, 0 if x.ndim > 3 else self.row_dim)
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
             # [batch, heads, queries, keys], beside projections into this rank's heads?
-            tokens = None if known is None or self.row_dim == 1 else known[1]
+            one = known is not None and len(known) == 2 and self.row_dim == 0
+            tokens = known[1] if known is not None and one else None
             if x.ndim == 4 and self.widths and x.shape[2] == tokens:
                 return (on_row, Shard(1)), None
             raise ValueError(
@@ -302,16 +304,21 @@ class Masks:
 
     def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int:
         """Size of the whole of a dim of a local input."""
-        known = self.grid.tokens.shape
-        # [batch, hidden], [batch, sequence, hidden] or [batch, heads, queries, keys]
-        size = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
-        if known is not None and size is not None:
-            extent = known[size]
+        sizes, known = self.grid.tokens_of(x), self.grid.tokens.shape
+        # [batch, hidden] or [batch, heads, queries, keys]
+        place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
+        whole = None
+        if sizes is not None and dim < len(sizes):
+            whole = sizes[dim]
+        elif known is not None and len(known) == 2 and place is not None:
+            whole = known[place]
+        if whole is not None:
+            extent = whole
             for axis in cuts:
                 extent = axis.split(extent)[axis.index]
             # One element stands in for none, see Grid.with_stand_in.
             if x.shape[dim] == (extent or 1):
-                return known[size]
+                return whole
         if x.ndim == 3:
             return self.grid.extent(x, dim, layout)
         # A list, which Dynamo traces; it does not trace a generator here.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .comm import all_gather
 from .deferred import Gathering, Transfer
-from .grid import Grid
+from .grid import Grid, Sizes
 from .layouts import Layout, normalize, reduced
 from .ops.matmul.ring import Shards, gather
 
@@ -141,17 +141,18 @@ def gather_for_module(
     """
     declared = normalize(declared, x.ndim)
     wanted = declared[0], Replicate()
+    sizes = grid.sizes_of(x) if shape is None else tuple(shape[:-1])
     if grid.col.size == 1 or not isinstance(declared[1], Shard):
-        return grid.with_stand_in(grid.redistribute(x, declared, wanted, shape=shape), wanted)
+        whole = grid.redistribute(x, declared, wanted, shape=shape)
+        return grid.with_stand_in(whole, wanted, sizes)
     shards = _shards(x, declared, grid, None, shape)
-    whole: Tensor
     if grid.col.is_gloo and not torch.compiler.is_compiling():
         whole = Gathering(Transfer(x.detach(), *shards))
     else:
         whole = all_gather(x.detach(), *shards).wait().contiguous()
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return grid.with_stand_in(whole, wanted)
-    result = grid.with_stand_in(_Attach.apply(x, whole, shards), wanted)
+        return grid.with_stand_in(whole, wanted, sizes)
+    result = grid.with_stand_in(_Attach.apply(x, whole, shards), wanted, sizes)
     result._tp2d_partial = (wanted, gather(x, shards, whole))  # type: ignore[attr-defined]
     return result
 
@@ -165,7 +166,7 @@ def leave(
     *,
     use_local_output: bool,
     grad_layouts: Layout | None = None,
-    extents: tuple[int, ...] | None = None,
+    sizes: Sizes | None = None,
 ) -> Tensor:
     """An op's result as a module's output.
 
@@ -175,8 +176,9 @@ def leave(
         use_local_output: hand on the local shard, else a DTensor of the global shape.
         grad_layouts: where this is Partial and ``wanted`` Replicate, the gradient of a local
             output is a share, to be summed.
-        extents: the sizes of all dims but the last, where they are known.
+        sizes: the global sizes of all dims but the last, where they are certain.
     """
+    shape = None if sizes is None else (*sizes, features)
     have, wanted = normalize(have, y.ndim), normalize(wanted, y.ndim)
     shares = [False, False]
     if use_local_output and grad_layouts is not None:
@@ -184,12 +186,12 @@ def leave(
             shares[axis] = isinstance(grad_layouts[axis], Partial) and isinstance(
                 wanted[axis], Replicate
             )
-    y = grid.redistribute(y, have, wanted, features=features, partial_grad=(shares[0], shares[1]))
+    y = grid.redistribute(
+        y, have, wanted, features=features, shape=shape, partial_grad=(shares[0], shares[1])
+    )
     if use_local_output:
-        return grid.with_stand_in(y, wanted)
-    if extents is not None:
-        return to_dtensor(y, wanted, grid, (*extents, features))
-    return to_dtensor(y, wanted, grid, None, features)
+        return grid.with_stand_in(y, wanted, sizes)
+    return to_dtensor(y, wanted, grid, shape, features)
 
 
 def to_dtensor(

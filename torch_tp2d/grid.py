@@ -18,9 +18,10 @@ from .comm import Axis, all_gather, move
 from .groups import is_gloo, own_group
 from .layouts import TP_COL, TP_ROW, Layout, normalize
 
-__all__ = ["Grid", "check_mesh", "describe_mesh"]
+__all__ = ["Grid", "Sizes", "check_mesh", "describe_mesh"]
 
 Axes = str | tuple[str, ...]
+Sizes = tuple[int, ...]
 
 _MESH_MEND = (
     f'make it with init_device_mesh(device, (R, C), mesh_dim_names=("{TP_ROW}", "{TP_COL}")), or '
@@ -100,12 +101,14 @@ def _flat_axis(mesh: DeviceMesh) -> Axis:
 class Tokens:
     """Batch and sequence size of the tokens under way on a mesh.
 
-    The embedding, where every rank holds the whole ids, writes them; the layers after it read
-    them, so that no sizes cross the wire. A shard that does not fit them is an error.
+    What a local tensor that nothing else is known of is a part of, so that no sizes cross the
+    wire; a shard that does not fit them is an error. The embedding, where every rank holds the
+    whole ids, writes them, and so does each module that is handed tensors of known sizes: of an
+    encoder and a decoder, or a block that is computed again for backward, the one that runs.
     """
 
     def __init__(self) -> None:
-        self.shape: tuple[int, ...] | None = None
+        self.shape: Sizes | None = None
 
 
 _tokens: WeakKeyDictionary[DeviceMesh, Tokens] = WeakKeyDictionary()
@@ -189,6 +192,33 @@ class Grid:
             f"{describe_mesh(self.mesh)}: put both on one mesh, or pass a local tensor"
         )
 
+    def sizes_of(self, x: Tensor) -> Sizes | None:
+        """Global sizes of all dims but the last of what ``x`` is a part of, if that is certain.
+
+        A DTensor tells, and a local tensor that a style has handed out (:meth:`with_stand_in`).
+        What the user's own code makes of that is of unknown origin again.
+        """
+        if isinstance(x, DTensor):
+            return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
+        return getattr(x, "_tp2d_sizes", None)
+
+    def tokens_of(self, x: Tensor) -> Sizes | None:
+        """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way."""
+        sizes = self.sizes_of(x)
+        if sizes is None:
+            sizes = self.tokens.shape
+        return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
+
+    def begin(self, x: Tensor) -> None:
+        """A module of the user's is handed ``x``: local tensors made in it are of its tokens.
+
+        Only where an embedding has written sizes. Models without one (vision) may regroup their
+        tokens between modules, so that a module's sizes hold for nothing after it.
+        """
+        sizes, known = self.sizes_of(x), self.tokens.shape
+        if sizes is not None and known is not None and len(sizes) == len(known):
+            self.tokens.shape = sizes
+
     def extent(self, x: Tensor, dim: int, layout: Layout, features: int | None = None) -> int:
         """Global size of ``dim`` of which ``x`` is this rank's shard under ``layout``.
 
@@ -205,8 +235,8 @@ class Grid:
             return x.shape[dim]
         if features is not None and dim == x.ndim - 1:
             return features
-        known = self.tokens.shape
-        if known is not None and x.ndim == len(known) + 1 and dim < len(known):
+        known = self.tokens_of(x)
+        if known is not None and dim < len(known):
             if x.shape[dim] == self._shard(known[dim], cuts):
                 return known[dim]
             raise ValueError(
@@ -224,8 +254,8 @@ class Grid:
         (``[batch, hidden]``) is taken to be whole along ``tp_row`` too if that splits sequences,
         or if the whole batch is here.
         """
-        known, row = self.tokens.shape, Shard(row_dim)
-        if known is None or x.ndim < 2:
+        known, row = self.tokens.shape if x.ndim == 2 else self.tokens_of(x), Shard(row_dim)
+        if known is None or len(known) != 2:
             return row, Replicate()
         there = self.row.split(known[row_dim])[self.row.index]
         if x.ndim == 2:
@@ -234,32 +264,42 @@ class Grid:
         sequence = there if row_dim == 1 else known[1]
         return row, Shard(1) if x.shape[1] < sequence else Replicate()
 
-    def _empty_here(self, ndim: int, layout: Layout) -> int | None:
-        """The dim that ``tp_row`` splits, where this row gets none of the tokens under way."""
-        known, row = self.tokens.shape, normalize(layout, ndim)[0]
-        if known is None or ndim != len(known) + 1 or not isinstance(row, Shard):
+    def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout) -> int | None:
+        """The dim that ``tp_row`` splits, where this row gets none of the tokens."""
+        row = normalize(layout, ndim)[0]
+        if sizes is None or not isinstance(row, Shard) or row.dim >= len(sizes):
             return None
-        if row.dim >= len(known) or self._shard(known[row.dim], [self.row]) or not known[row.dim]:
+        if self._shard(sizes[row.dim], [self.row]) or not sizes[row.dim]:
             return None
         return row.dim
 
     def without_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
         """Drop the token that stands in for none, see :meth:`with_stand_in`."""
-        dim = self._empty_here(x.ndim, layout)
-        return x if dim is None else x.narrow(dim, 0, 0)
-
-    def with_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
-        """Give a row without tokens one of zeros, for the user's code between two styles.
-
-        A batch of 3 leaves the last of 4 rows without any, and code as ordinary as
-        ``x.reshape(batch, sequence, -1)`` raises on empty tensors. Its gradient is dropped.
-        """
-        dim = self._empty_here(x.ndim, layout)
-        if dim is None or x.shape[dim]:
+        dim = self._empty_here(self.tokens_of(x), x.ndim, layout)
+        if dim is None:
             return x
-        shape = list(x.shape)
-        shape[dim] = 1
-        return torch.cat([x, x.new_zeros(shape)], dim)
+        return _with_sizes(x.narrow(dim, 0, 0), self.sizes_of(x))
+
+    def with_stand_in(self, x: Tensor, layout: Layout, sizes: Sizes | None) -> Tensor:
+        """A local tensor for the user's code between two styles.
+
+        A row without tokens is given one of zeros: a batch of 3 leaves the last of 4 rows without
+        any, and code as ordinary as ``x.reshape(batch, sequence, -1)`` raises on empty tensors.
+        Its gradient is dropped.
+
+        Args:
+            sizes: global sizes of all dims but the last, where they are certain. A style that is
+                given this very tensor finds them with it.
+        """
+        if sizes is not None and len(sizes) != x.ndim - 1:
+            sizes = None
+        known = self.tokens_of(x) if sizes is None else sizes
+        dim = self._empty_here(known, x.ndim, layout)
+        if dim is not None and not x.shape[dim]:
+            shape = list(x.shape)
+            shape[dim] = 1
+            x = torch.cat([x, x.new_zeros(shape)], dim)
+        return _with_sizes(x, sizes)
 
     def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:
         for axis in cuts:
@@ -335,6 +375,12 @@ class Grid:
         if _shards(layout[1 - on_col], dim):
             extent = other.split(extent)[other.index]
         return axis.split(extent)
+
+
+def _with_sizes(x: Tensor, sizes: Sizes | None) -> Tensor:
+    if sizes is not None:
+        x._tp2d_sizes = sizes  # type: ignore[attr-defined]
+    return x
 
 
 def _shards(placement: Placement, dim: int) -> bool:

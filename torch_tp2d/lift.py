@@ -71,6 +71,9 @@ class _LiftedSequence(GridStyle):
 class _LiftedPrepare(GridStyle):
     """PrepareModuleInput and PrepareModuleOutput along tp_col, as hooks on the module."""
 
+    is_hook = True
+    places_inside = False
+
     def __init__(
         self,
         inputs: PrepareModuleInput | None,
@@ -143,7 +146,7 @@ class _Hook:
                 if tuple(value.placements) == tuple(placements)
                 else value.redistribute(placements=placements)
             )
-        shape = None
+        shape, sizes = None, self.grid.sizes_of(value)
         if isinstance(value, DTensor):
             shape, value = tuple(value.shape), value.to_local()
         else:
@@ -151,7 +154,7 @@ class _Hook:
         if isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard):
             return gather_for_module(value, have_layout, self.grid, shape)
         moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
-        return self.grid.with_stand_in(moved, want_layout)
+        return self.grid.with_stand_in(moved, want_layout, sizes)
 
 
 def _pairs(layouts: Any, wanted: Any) -> Iterator[tuple[Placement | None, Placement | None]]:
@@ -168,6 +171,7 @@ class _InputHook(_Hook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         have, want = self.args
+        handed = []
         if have is not None:
             if len(args) != len(have):
                 raise ValueError(
@@ -178,11 +182,15 @@ class _InputHook(_Hook):
                 self._prepare(value, *pair)
                 for value, pair in zip(args, _pairs(have, want), strict=True)
             )
+            handed = [value for value, layout in zip(args, have, strict=True) if layout is not None]
         have_kw, want_kw = self.kwargs
         kwargs = {
             name: self._prepare(value, have_kw.get(name), want_kw.get(name))
             for name, value in kwargs.items()
         }
+        handed += [kwargs[name] for name in have_kw if name in kwargs]
+        if handed:
+            self.grid.begin(handed[0])
         return args, kwargs
 
 
@@ -306,6 +314,8 @@ class Lifted(GridStyle):
         self.row_dim = row_dim
         self.lifted = lift(style, use_local_output, row_dim)
         self.lifted.axes = axes
+        self.is_hook = self.lifted.is_hook
+        self.places_inside = self.lifted.places_inside
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         self.lifted.check(module, grid)
@@ -321,4 +331,5 @@ class Lifted(GridStyle):
         return self.lifted._apply(module, device_mesh)
 
     def __repr__(self) -> str:
-        return f"Lifted({self.style!r}, axes={self.axes!r})"
+        rows = f", row_dim={self.row_dim}" if self.row_dim else ""
+        return f"Lifted({self.style!r}, axes={self.axes!r}{rows})"

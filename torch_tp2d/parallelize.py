@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
-from .lift import Lifted, _LiftedPrepare
+from .lift import Lifted
 from .lora import is_adapted
 from .lora import parts as adapted_parts
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
@@ -93,28 +93,33 @@ def parallelize_module(
         ... })
     """
     mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    entries = _checked_entries(module, mesh, parallelize_plan)
+    ties = _ties(module)
+    for entry in entries:
+        entry.style.src_data_rank = src_data_rank
+        entry.style._apply(entry.module, mesh)
+    _tie_again(ties)
+    _FirstForward.watch(module, mesh, ties)
+    return module
+
+
+def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_Entry]:
+    """What is to be applied to which modules, with nothing of ``module``'s parameters changed."""
     check_mesh(mesh)
-    if isinstance(parallelize_plan, ParallelStyle | dt.Replicate):
-        parallelize_plan = {"": parallelize_plan}
-    if not isinstance(parallelize_plan, Mapping):
+    if isinstance(plan, ParallelStyle | dt.Replicate):
+        plan = {"": plan}
+    if not isinstance(plan, Mapping):
         raise TypeError(
             f"parallelize_plan is a ParallelStyle or a dict of module names and styles, not "
-            f"{type(parallelize_plan).__name__}"
+            f"{type(plan).__name__}"
         )
-    entries = [
-        entry for key, style in parallelize_plan.items() for entry in _resolve(module, key, style)
-    ]
+    entries = [entry for key, style in plan.items() for entry in _resolve(module, key, style)]
     entries += _unnamed_vectors(module, entries) + _unnamed_dropouts(module, entries)
     entries = _with_neighbours(entries + _dropping_inside(module, entries))
     for entry in entries:
         _undo_default(entry)
     _check(entries, mesh)
-    ties = _ties(module)
-    for entry in entries:
-        entry.style.src_data_rank = src_data_rank
-        entry.style._apply(entry.module, mesh)
-    _FirstForward.watch(module, mesh, ties)
-    return module
+    return entries
 
 
 def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[_Entry]:
@@ -205,7 +210,7 @@ def _check(entries: list[_Entry], mesh: DeviceMesh) -> None:
 
 
 def _is_hook(style: ParallelStyle) -> bool:
-    return isinstance(style, Lifted) and isinstance(style.lifted, _LiftedPrepare)
+    return isinstance(style, GridStyle) and style.is_hook
 
 
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
@@ -226,21 +231,35 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         return
     sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
-    out = _out_features(entry.module)
+    features = _out_features(entry.module)
+    one = getattr(entry.parent, "split_size", None)
+    if isinstance(one, int) and features > one > 0 and features // one != style.parts:
+        raise ValueError(
+            f"{describe_module(entry.module)} is {features // one} projections of {one} features "
+            f"side by side, and its module splits its output into them: a plain shard would mix "
+            f"them up, give it parts={features // one}"
+        )
+    out = features // style.parts
     if head is None or out % head:
         return
     if (out // head) % grid.col.size:
         raise ValueError(
             f"{describe_module(entry.module)} projects into {out // head} heads of {head}, which "
             f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "
-            f"{grid.col.name} divides {out // head}, or use_local_output=False"
+            f"{grid.col.name} divides {out // head}, or the styles of attention_projections() with "
+            f"Attention2D, or use_local_output=False"
         )
 
 
 def _covered(entries: list[_Entry]) -> set[int]:
     """Ids of the modules that a style runs, and of all within them."""
-    styled = [e.module for e in entries if not _is_hook(e.style)]
-    return {id(inner) for module in styled for inner in module.modules()}
+    covered = set()
+    for entry in entries:
+        if not _is_hook(entry.style):
+            inside = getattr(entry.style, "places_inside", True)
+            modules = entry.module.modules() if inside else [entry.module]
+            covered |= {id(module) for module in modules}
+    return covered
 
 
 def _scopes(root: nn.Module, entries: list[_Entry]) -> set[str]:
@@ -390,6 +409,22 @@ def _ties(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
     return [group for group in owners.values() if len(group) > 1]
 
 
+def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
+    """Give a placed parameter to a module that shares it and that no plan entry names.
+
+    Such a module has no use for it in its own forward, or can do with a DTensor: BERT's head
+    holds its decoder's bias for the sake of its name in checkpoints.
+    """
+    for group in ties:
+        params = [owner._parameters[attribute] for _, owner, attribute in group]
+        placed = next((param for param in params if isinstance(param, DTensor)), None)
+        if placed is None:
+            continue
+        for (_, owner, attribute), param in zip(group, params, strict=True):
+            if not isinstance(param, DTensor):
+                owner.register_parameter(attribute, placed)
+
+
 class _FirstForward:
     """Checks a model once, when it first runs: by then every part of the plan has been applied."""
 
@@ -430,6 +465,10 @@ class _FirstForward:
                     f"(to_empty() on a meta model unties them): tie them again, "
                     f"{names[1]} = {names[0]}, before the optimizer is made"
                 )
+        for submodule in module.modules():
+            runner = submodule.__dict__.get("_tp2d")
+            if runner is not None:
+                runner.installed(submodule)
         # All is well: the check has done its work, for this module though not for its copies.
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is self]:

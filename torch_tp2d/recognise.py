@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NormKind", "describe_module", "is_conv1d", "is_embedding", "is_linear", "norm_of"]
+__all__ = [
+    "NormKind",
+    "describe_module",
+    "is_conv1d",
+    "is_embedding",
+    "is_linear",
+    "is_patch_embedding",
+    "norm_of",
+]
 
 
 def describe_module(module: nn.Module) -> str:
@@ -39,6 +47,18 @@ def is_conv1d(module: nn.Module) -> bool:
         return False
     named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     return named and weight.shape[1] == getattr(module, "nf", None)
+
+
+def is_patch_embedding(module: nn.Module) -> bool:
+    """A Conv2d that is a Linear on patches: its stride is its kernel, so no two of them overlap."""
+    return (
+        isinstance(module, nn.Conv2d)
+        and type(module).forward is nn.Conv2d.forward
+        and module.stride == module.kernel_size
+        and module.padding in ((0, 0), "valid")
+        and module.dilation == (1, 1)
+        and module.groups == 1
+    )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from .layouts import Layout, as_layout, check_row_dim, normalize
 from .recognise import is_embedding
 from .styles import EmbeddingRunner, GridStyle, LayoutLike, Runner, local_shard
 
-__all__ = ["Replicate", "WholeRunner"]
+__all__ = ["Replicate", "SumGrads", "WholeRunner"]
 
 _WHOLE: Layout = dt.Replicate(), dt.Replicate()
 
@@ -115,7 +115,7 @@ class WholeRunner(Runner):
     def installed(self, module: nn.Module) -> None:
         for param in module.parameters():
             if param.requires_grad and isinstance(param, DTensor):
-                param.register_post_accumulate_grad_hook(_settle_grad)
+                _settle_after_backward(param)
 
     def __init__(
         self,
@@ -170,7 +170,8 @@ class WholeRunner(Runner):
                 y = y.redistribute(placements=target)
         if not use_local:
             return y
-        return self.grid.with_stand_in(y.to_local(), self.grid.layout(y, self.row_dim))
+        layout = self.grid.layout(y, self.row_dim)
+        return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
 
     def _run_locally(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
         """A module that takes tokens one by one, on the local shard: no DTensor dispatch."""
@@ -181,7 +182,7 @@ class WholeRunner(Runner):
             if isinstance(placement, Shard) and axis.size > 1
         ]
         params = (local_shard(module._parameters.get(name)) for name in ("weight", "bias"))
-        y = self.locally(module, x.to_local(), *_SumGrads.apply(axes, *params))
+        y = self.locally(module, x.to_local(), *SumGrads.apply(axes, *params))
         return to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
 
 
@@ -213,7 +214,7 @@ def _local_math(module: nn.Module) -> _LocalMath | None:
     return None
 
 
-class _SumGrads(torch.autograd.Function):
+class SumGrads(torch.autograd.Function):
     """Whole parameters used on different tokens: their gradients are summed, in one transfer."""
 
     @staticmethod
@@ -235,6 +236,15 @@ class _SumGrads(torch.autograd.Function):
         # Clones: a gradient that is a view into `total` cannot be copied by deepcopy.
         summed = [None if grad is None else next(pieces).view_as(grad).clone() for grad in grads]
         return None, *summed
+
+
+def _settle_after_backward(param: DTensor) -> None:
+    hooks = param._post_accumulate_grad_hooks
+    if hooks and _settle_grad in hooks.values():
+        # to_empty() puts another tensor under the parameter, and hooks fire where they were set.
+        param._post_accumulate_grad_hooks = hooks
+    else:
+        param.register_post_accumulate_grad_hook(_settle_grad)
 
 
 def _settle_grad(param: DTensor) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -21,15 +22,24 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from . import layouts
-from .edges import enter, leave
-from .grid import Axes, Grid, describe_mesh
+from .comm import deal_grad
+from .edges import enter, leave, to_dtensor
+from .grid import Axes, Grid, Sizes, describe_mesh
 from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
 from .ops.embedding import embedding2d
 from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
 from .ops.matmul.stationary import StationaryOp, stationary2d
 from .ops.norm import norm2d
+from .ops.patches import patches
 from .prefetch import Ready, fetch
-from .recognise import describe_module, is_conv1d, is_embedding, is_linear, norm_of
+from .recognise import (
+    describe_module,
+    is_conv1d,
+    is_embedding,
+    is_linear,
+    is_patch_embedding,
+    norm_of,
+)
 
 __all__ = [
     "Block2DParallel",
@@ -52,6 +62,10 @@ class GridStyle(ParallelStyle):
     """
 
     axes: Axes = TP_COL
+    is_hook: bool = False
+    """Whether the module goes on running as it is, and so may have another style beside."""
+    places_inside: bool = True
+    """Whether the parameters of all modules inside are the style's business."""
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that this style cannot parallelize on this grid.
@@ -148,7 +162,10 @@ class Runner:
         return self
 
     def installed(self, module: nn.Module) -> None:
-        """The module runs on the grid from now on, with its parameters placed."""
+        """The module runs on the grid from now on, with its parameters placed.
+
+        Called again before its first forward: loading may have made other parameters.
+        """
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module on the grid; ``forward`` is the module's own."""
@@ -194,6 +211,8 @@ class _MatmulStyle(GridStyle):
 
     rule: MatmulRule
     embeddings = True
+    patches = False
+    """Whether it takes the Conv2d of a patch embedding."""
 
     def __init__(
         self,
@@ -207,6 +226,7 @@ class _MatmulStyle(GridStyle):
         reshard_after_forward: bool | None = None,
         regather_input: bool = False,
         grad_layouts: LayoutLike = None,
+        parts: int = 1,
     ) -> None:
         super().__init__()
         layouts.check_row_dim(row_dim)
@@ -227,6 +247,13 @@ class _MatmulStyle(GridStyle):
                 f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
                 f'backward: regather_input is for Colwise2D with "ring", leave it out'
             )
+        if parts < 1 or (parts > 1 and not (self.rule is layouts.COLWISE and use_local_output)):
+            raise ValueError(
+                f"parts is the number of projections that a fused weight holds side by side, at "
+                f"least 1, for Colwise2D with use_local_output=True, not {parts} for "
+                f"{type(self).__name__}"
+            )
+        self.parts = parts
         self.reshard_after_forward = reshard_after_forward
         self.regather_input = regather_input
         self.given_layouts = input_layouts, output_layouts, grad_layouts
@@ -241,12 +268,20 @@ class _MatmulStyle(GridStyle):
                 raise ValueError(
                     f"{type(self).__name__}: layouts are made of Shard and Replicate, not {layout}"
                 )
+        if parts > 1 and self.output_layouts != (row, Shard(-1)):
+            raise ValueError(
+                f"parts={parts} is for an output whose features are split, {(row, Shard(-1))}, "
+                f"not {self.output_layouts}: a whole output has the projections side by side anyway"
+            )
 
     shards_over_row = True
     """Whether tp_row holds 1/R of the weight; lifted stock styles replicate it there."""
 
     def _weight_layout(self, module: nn.Module) -> Layout:
         on_row, on_col = self.rule.weight_dims
+        if is_patch_embedding(module):
+            # [out, channels, height, width]: of what a patch is made of, the dim that cuts finest.
+            on_row = max((1, 2, 3), key=lambda dim: module.weight.shape[dim])
         if is_embedding(module):
             # The tied head is this weight transposed in role: [vocab, hidden] = [out, in].
             on_row, on_col = on_col, on_row
@@ -259,7 +294,7 @@ class _MatmulStyle(GridStyle):
         if getattr(module, "bias", None) is not None:
             yield module, "bias", (Replicate(), Shard(0))
 
-    def check(self, module: nn.Module, grid: Grid) -> None:
+    def check(self, module: Any, grid: Grid) -> None:
         super().check(module, grid)
         style = type(self).__name__
         if is_embedding(module):
@@ -279,11 +314,27 @@ class _MatmulStyle(GridStyle):
                     f"{describe_module(module)}: an embedding multiplies nothing, so algorithm "
                     f"{self.algorithm!r} means nothing for it: leave it out"
                 )
+        elif self.patches and is_patch_embedding(module):
+            self._check_patches(module)
+        elif self.patches and isinstance(module, nn.Conv2d):
+            raise TypeError(
+                f"{style} takes a Conv2d whose patches do not overlap (stride equal to the kernel, "
+                f"no padding, dilation or groups), not {describe_module(module)}: use "
+                f"torch_tp2d.Replicate() for it"
+            )
         elif not (is_linear(module) or is_conv1d(module)):
             raise TypeError(
                 f"{style} is for nn.Linear, {'nn.Embedding ' if self.embeddings else ''}and "
                 f"Conv1D with their own forward, not {describe_module(module)}: name the Linear "
                 f"modules inside it, or use Norm2D for a norm and Replicate for anything else"
+            )
+        features = module.weight.shape[1 if is_conv1d(module) else 0]
+        if self.parts > 1 and (is_embedding(module) or features % (self.parts * grid.col.size)):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: its {features} "
+                f"features are not {self.parts} projections that divide over "
+                f"{grid.col.name}={grid.col.size}: use another number of columns, or "
+                f"output_layouts=Replicate() without parts"
             )
         if self.dataflow == STATIONARY and self.algorithm not in ("auto", "collective"):
             raise ValueError(
@@ -300,7 +351,28 @@ class _MatmulStyle(GridStyle):
                 f"take any grid"
             )
 
+    def _check_patches(self, module: nn.Module) -> None:
+        """Options that are right for a Linear and wrong for a patch embedding."""
+        if self.row_dim != 0:
+            raise ValueError(
+                f"{describe_module(module)}: row_dim={self.row_dim} would split the channels of "
+                f"an image over {layouts.TP_ROW}: use row_dim=0, which splits the batch"
+            )
+        if self.dataflow == STATIONARY or self.algorithm not in ("auto", "collective"):
+            raise ValueError(
+                f"{describe_module(module)}: a patch embedding gathers its small weight at once, "
+                f"so dataflow={self.dataflow!r} and algorithm={self.algorithm!r} mean nothing for "
+                f"it: leave them out"
+            )
+        if self.grad_layouts is not None or self.parts > 1:
+            raise ValueError(
+                f"{describe_module(module)}: a patch embedding takes no grad_layouts and no parts: "
+                f"leave them out"
+            )
+
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        if is_patch_embedding(module):
+            return _PatchRunner(self, module, grid, self._weight_layout(module))
         if not is_embedding(module):
             kind = _StationaryRunner if self.dataflow == STATIONARY else _LinearRunner
             return kind(self, module, grid)
@@ -319,10 +391,18 @@ class _MatmulStyle(GridStyle):
         )
 
     def __repr__(self) -> str:
+        options = {
+            "reshard_after_forward": (self.reshard_after_forward, None),
+            "regather_input": (self.regather_input, False),
+            "grad_layouts": (self.grad_layouts, None),
+            "parts": (self.parts, 1),
+        }
+        given = [f", {name}={x!r}" for name, (x, default) in options.items() if x != default]
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, "
             f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
-            f"row_dim={self.row_dim}, dataflow={self.dataflow!r}, algorithm={self.algorithm!r})"
+            f"row_dim={self.row_dim}, dataflow={self.dataflow!r}, algorithm={self.algorithm!r}"
+            f"{''.join(given)})"
         )
 
 
@@ -344,6 +424,7 @@ class _LinearRunner(Runner):
         self.grid = grid
         self.row_dim = style.row_dim
         self.in_features, self.out_features = in_features, out_features
+        self.parts, self.out_dim = style.parts, int(transposed)
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
         self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.op = LinearOp(
@@ -360,11 +441,18 @@ class _LinearRunner(Runner):
         self.operand: Layout = row, Replicate() if gathers and whole else Shard(-1)
         self.result: Layout = row, Partial() if whole and not gathers else Shard(-1)
 
+    def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that this rank multiplies its output features by."""
+        weight, bias = local_shard(module.weight), local_shard(module.bias)
+        if self.parts > 1:
+            return deal_grad(weight, self.out_dim, bias, self.parts, self.grid.col)
+        return weight, bias
+
     def prepare(self, module: Any) -> Ready | None:
         """Start gathering the weight; None if it is not there to be gathered."""
         if isinstance(module.weight, DTensor) and module.weight.device_mesh != self.grid.mesh:
             return None
-        weight, bias = local_shard(module.weight), local_shard(module.bias)
+        weight, bias = self._shards(module)
         if torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -374,6 +462,7 @@ class _LinearRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         arriving = self.in_rounds and not torch.compiler.is_compiling()
         ready = fetch(module, self.prepare) if arriving else None
+        sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
         x = enter(
             x,
             self.declared,
@@ -383,9 +472,9 @@ class _LinearRunner(Runner):
             self.in_features,
             arriving=arriving,
         )
-        have, op = self.result, self._op(x)
+        have, op = self.result, self._op(x, tokens)
         if ready is None:
-            y = linear2d(x, local_shard(module.weight), local_shard(module.bias), op)
+            y = linear2d(x, *self._shards(module), op)
         else:
             shards = self._leaves_by(x)
             if shards is not None:
@@ -401,15 +490,16 @@ class _LinearRunner(Runner):
             self.out_features,
             use_local_output=self.use_local_output,
             grad_layouts=self.grad_layouts,
+            sizes=sizes,
         )
 
-    def _op(self, x: Tensor) -> LinearOp:
+    def _op(self, x: Tensor, tokens: Sizes | None) -> LinearOp:
         """The op, which keeps its gathered weight if that is no larger than ``x``.
 
         Decided by sizes that all ranks know: a rank with fewer tokens has to decide alike.
         """
-        tokens, cut = self.grid.tokens.shape, self.op.cut
-        if self.may_reshard and tokens is not None and x.ndim == len(tokens) + 1:
+        cut = self.op.cut
+        if self.may_reshard and tokens is not None:
             longest = math.prod(tokens) // tokens[self.row_dim]
             longest *= self.grid.row.split(tokens[self.row_dim])[0]
             if cut.p * cut.col.split(cut.q)[cut.col.index] > longest * x.shape[-1]:
@@ -438,6 +528,7 @@ class _StationaryRunner(Runner):
         self.grid = grid
         self.row_dim = style.row_dim
         self.in_features, self.out_features = in_features, out_features
+        self.parts = style.parts
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
         self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.operand, self.result = style.rule.stationary_input, style.rule.stationary_output
@@ -450,9 +541,10 @@ class _StationaryRunner(Runner):
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        sizes = self.grid.sizes_of(x)
         x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
         y = stationary2d(x, local_shard(module.weight), local_shard(module.bias), self.op)
-        return leave(
+        y = leave(
             y,
             self.result,
             self.wanted_out,
@@ -460,7 +552,12 @@ class _StationaryRunner(Runner):
             self.out_features,
             use_local_output=self.use_local_output,
             grad_layouts=self.grad_layouts,
+            sizes=sizes,
         )
+        if self.parts > 1:
+            # The weight is not to move, so the few tokens' features do.
+            y, _ = deal_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
+        return y
 
 
 class EmbeddingRunner(Runner):
@@ -526,8 +623,51 @@ class EmbeddingRunner(Runner):
             self.hidden,
             use_local_output=self.use_local_output,
             grad_layouts=grads,
-            extents=tuple(ids.shape),
+            sizes=tuple(ids.shape),
         )
+
+
+class _PatchRunner(Runner):
+    """Cuts this row's images into patches, and computes this column's features of each."""
+
+    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid, weight: Layout) -> None:
+        self.style = style.rule.style
+        self.grid = grid
+        self.weight_layout, self.weight_shape = weight, tuple(module.weight.shape)
+        given_in, given_out, _ = style.given_layouts
+        # Images are whole everywhere, as an embedding's ids are, unless a pair says otherwise.
+        self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
+        self.wanted_out = as_layout(given_out, (Shard(0), Shard(1)), row=Shard(0))
+        self.use_local_output = style.use_local_output
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        grid, own = self.grid, (Shard(0), Replicate())
+        if isinstance(x, DTensor):
+            batch = x.shape[0]
+        else:
+            batch = grid.extent(x, 0, self.declared)
+        # What follows knows the batch by this; how many tokens an image has changes on the way.
+        grid.tokens.shape = (batch,)
+        x = enter(x, self.declared, own, grid, 0, None)
+        summed: Layout = Replicate(), Shard(0)
+        weight = grid.redistribute(
+            local_shard(module.weight),
+            self.weight_layout,
+            summed,
+            shape=self.weight_shape,
+            partial_grad=(True, False),
+        )
+        bias = local_shard(module.bias)
+        if bias is not None:
+            bias = grid.redistribute(bias, summed, summed, partial_grad=(True, False))
+        y = F.linear(patches(x, *module.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)
+        shape = (batch, self.weight_shape[0], *y.shape[2:])
+        y = grid.redistribute(y, (Shard(0), Shard(1)), self.wanted_out, shape=shape)
+        if not self.use_local_output:
+            return to_dtensor(y, self.wanted_out, grid, shape)
+        if self.wanted_out[0] == Shard(0) and not grid.row.split(batch)[grid.row.index]:
+            y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])
+        return y
 
 
 class Colwise2D(_MatmulStyle):
@@ -548,6 +688,12 @@ class Colwise2D(_MatmulStyle):
     Forward gathers the input along ``tp_col``, where it is not whole, and the weight along
     ``tp_row``. On an ``nn.Embedding`` ``W[V, H]`` the hidden dim lies over ``tp_col``, the
     vocabulary over ``tp_row``, and the ids are whole on every rank.
+
+    On an ``nn.Conv2d`` that embeds patches, its kernel equal to its stride, the images
+    ``[B, C, H, W]`` are whole on every rank too, and a row embeds its own. The output is
+    ``[B, N, H / height, W / width]``, in ``(Shard(0), Shard(1))`` by default. The weight's outputs
+    lie over ``tp_col`` and the longest of its other dims over ``tp_row``. A row without images
+    gets one of zeros, which :class:`Local2D` drops again.
 
     With ``dataflow="weight_stationary"`` the weight lies as above and never moves, and neither
     does its gradient. For few tokens, as in decoding:
@@ -593,6 +739,12 @@ class Colwise2D(_MatmulStyle):
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along
             ``tp_row``, added to other tokens in each row: Partial there).
+        parts: how many projections of one size a fused weight holds side by side: 3 for the
+            queries, keys and values of GPT-2's ``c_attn``. The weight is sharded as any other
+            (and so saved as one matrix), but the output is this rank's share of each projection,
+            side by side. For that the ranks along ``tp_col`` exchange columns of their shards
+            before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
+            stationary, they exchange the output's features instead.
 
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.
@@ -614,6 +766,7 @@ class Colwise2D(_MatmulStyle):
     """
 
     rule = layouts.COLWISE
+    patches = True
 
 
 class Rowwise2D(_MatmulStyle):
@@ -797,7 +950,7 @@ class _NormRunner(Runner):
         self.use_local_output = style.use_local_output
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        hidden = self.norm.hidden
+        hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
         x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
         weight = local_shard(getattr(module, "weight", None))
         if weight is not None and self.norm.weight_offset:
@@ -819,4 +972,5 @@ class _NormRunner(Runner):
             self.grid,
             hidden,
             use_local_output=self.use_local_output,
+            sizes=sizes,
         )

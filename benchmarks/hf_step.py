@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Time a training step of a Hugging Face model under stock and 2-D plans, in one interleaved run.
+
+What each rank runs; ``hf_speed.py``, whose docstring explains the table, starts it. Forward and
+backward without the optimizer, all plans from the same weights on the same batch; a plan whose
+loss or gradient norm differs from the first one's ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from block import BACKENDS, grid
+from hf_models import KINDS, SEED, Batch, Sizes, apply_stock, build, task, window
+from measure import Meter, held, largest_over_ranks, measure, warm_up
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from variants import Share, Variant
+
+import torch_tp2d
+from torch_tp2d.plans import plan_for
+
+STOCK = ("tp", "tp-input")
+OURS = "tp2d"
+
+
+@dataclass
+class ModelVariant(Variant):
+    """A model under a plan, and the batch that every rank passes whole."""
+
+    batch: Batch = field(default_factory=dict)
+
+    def step(self, elements: int) -> Tensor:
+        loss = self.stock_step() if self.name in STOCK else self.grid_step()
+        for parameter in self.model.parameters():
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
+            # A step that leaves a transfer running has not ended.
+            if grad is not None and hasattr(grad, "wait"):
+                grad.wait()
+        return loss / self.copies
+
+    def grid_step(self) -> Tensor:
+        loss = self.model(**self.batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def stock_step(self) -> Tensor:
+        """The loss outside of the model, where torch's loss_parallel can see its split logits."""
+        inputs, labels = dict(self.batch), self.batch["labels"]
+        del inputs["labels"]
+        kind = self.model.config.model_type
+        if kind == "t5":
+            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
+        if kind == "gpt2":
+            labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        with loss_parallel():
+            logits = self.model(**inputs).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+        return loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
+
+
+def variants(kind: str, sizes: Sizes, shape: tuple[int, int]) -> list[ModelVariant]:
+    """The stock plans on a line of all ranks, and the ready plan on a grid."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    ids = torch.randint(0, sizes.vocab, (sizes.batch, window(kind, sizes)), generator=generator)
+    batch = task(kind, ids, sizes.vocab, SEED + 2)
+    world = dist.get_world_size()
+    line = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    made = []
+    for name in STOCK:
+        model = build(kind, sizes)
+        apply_stock(kind, model, line, prepared=name == "tp-input")
+        made.append(ModelVariant(name, model, ids, Share(1, world), world, batch=batch))
+    model = build(kind, sizes)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tp_row", "tp_col"))
+    torch_tp2d.parallelize_module(model, mesh, plan_for(model, mesh), src_data_rank=None)
+    made.append(ModelVariant(OURS, model, ids, Share(*shape, True), world, batch=batch))
+    return made
+
+
+def summarize(
+    made: Sequence[ModelVariant], seen: dict[str, tuple[float, float, float]]
+) -> list[dict[str, Any]]:
+    """A record for each plan; the same on every rank."""
+    for variant in made:
+        variant.seconds = largest_over_ranks(variant.seconds)
+        variant.sent = largest_over_ranks(variant.sent)
+        variant.step_memory = largest_over_ranks(variant.step_memory)
+    counted = Meter().counter is not None
+    ours = made[-1].seconds
+    records = []
+    for variant in made:
+        # Within a round, so that a slow minute does not bend it.
+        speedups = [other / own for other, own in zip(variant.seconds, ours, strict=True)]
+        loss, norm, moved = seen[variant.title]
+        records.append(
+            {
+                "plan": variant.name,
+                "seconds": statistics.median(variant.seconds),
+                "times_ours": statistics.median(speedups),
+                "times_ours_min": min(speedups),
+                "times_ours_max": max(speedups),
+                "sent_bytes": statistics.median(variant.sent) if counted else None,
+                "nccl_bytes": moved,
+                "step_peak_bytes": statistics.median(variant.step_memory),
+                "parameter_bytes": largest_over_ranks([held(variant.model)])[0],
+                "loss": loss,
+                "gradient_norm": norm,
+                "rounds": {
+                    "seconds": variant.seconds,
+                    "sent_bytes": variant.sent if counted else None,
+                },
+            }
+        )
+    return records
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description="Time a training step of a Hugging Face model under stock and 2-D plans."
+    )
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--grid", type=grid, required=True, help="RxC")
+    for name in ("layers", "hidden", "batch", "seq", "vocab", "repeats"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--backend", choices=BACKENDS, default="gloo")
+    parser.add_argument("--json", type=Path, help="write the records there")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark on this rank; returns the exit status."""
+    args = parse(argv)
+    dist.init_process_group(args.backend)
+    sizes = Sizes(args.layers, args.hidden, args.batch, args.seq, args.vocab)
+    made = variants(args.kind, sizes, args.grid)
+    tokens = sizes.batch * sizes.seq
+    seen, _ = warm_up(made, tokens)
+    measure(made, args.repeats, tokens)
+    records = summarize(made, seen)
+    if dist.get_rank() == 0 and args.json:
+        report = {"kind": args.kind, **asdict(sizes), "grid": args.grid, "plans": records}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())

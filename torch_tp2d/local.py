@@ -1,0 +1,148 @@
+"""Modules that run as they are on local tensors, between two styles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed.tensor as dt
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .edges import to_dtensor
+from .grid import Grid, describe_mesh
+from .layouts import Layout, normalize, row_layout
+from .recognise import describe_module
+from .replicate import SumGrads
+from .styles import GridStyle, Runner, local_shard
+
+__all__ = ["Local2D"]
+
+
+class Local2D(GridStyle):
+    """Run a module as it is on this row's local tensors, with its own parameters on the mesh.
+
+    For models whose tokens are regrouped on the way, so that the first dim is not always the
+    batch: windows of an image, say. Between the modules of such a model every tensor is local:
+    this row's part of the batch, whole along ``tp_col``. Nothing moves but gradients.
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    inputs, output   ``(Shard(0), Replicate())``     ``[B/R, ...]``, or ``[n B/R, ...]``
+    parameters       ``(Replicate(), Replicate())``  whole, or as ``params`` says
+    ===============  ==============================  ==============================
+
+    The module's own parameters are placed, not those of modules inside it. Each rank uses its
+    part of them as plain tensors; gradients are summed along ``tp_row``, whose ranks have other
+    samples. Along ``tp_col`` all ranks compute the same with a whole parameter.
+
+    Keyword Args:
+        params: the placement on ``tp_col`` of parameters that are not whole there, by name: a
+            table of biases for each head is ``Shard(1)`` where its dim 1 counts heads.
+        use_local_output: hand on a local tensor (True), or a DTensor of the global shape with the
+            batch in dim 0 (False), as the last of such modules does for the loss; by default as
+            the input came.
+
+    Raises:
+        TypeError: for integer parameters.
+        ValueError: for a name in ``params`` that the module has not, or a dim that it has not;
+            when it runs, for a DTensor that is laid out otherwise.
+
+    Example::
+
+        >>> plan = {"patches": Colwise2D(output_layouts=Replicate()),
+        ...         "blocks.*.norm": Local2D(),
+        ...         "blocks.*.attention.bias": Local2D(params={"table": Shard(1)}), ...}
+    """
+
+    places_inside = False
+
+    def __init__(
+        self, *, params: Mapping[str, Placement] | None = None, use_local_output: bool | None = None
+    ) -> None:
+        super().__init__()
+        self.params = dict(params or {})
+        self.use_local_output = use_local_output
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        own = dict(module.named_parameters(recurse=False))
+        for name, placement in self.params.items():
+            if name not in own:
+                raise ValueError(
+                    f"{describe_module(module)} has no parameter {name!r} of its own; it has "
+                    f"{sorted(own)}"
+                )
+            if not isinstance(placement, Shard | dt.Replicate):
+                raise ValueError(
+                    f"{describe_module(module)}: {name} cannot be placed {placement}: use Shard "
+                    f"or Replicate"
+                )
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        for name, _ in module.named_parameters(recurse=False):
+            yield module, name, (dt.Replicate(), self.params.get(name, dt.Replicate()))
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _LocalRunner(module, grid, self.use_local_output)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(params={self.params}, use_local_output={self.use_local_output})"
+        )
+
+
+class _LocalRunner(Runner):
+    style = "Local2D"
+
+    def __init__(self, module: nn.Module, grid: Grid, use_local_output: bool | None) -> None:
+        self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
+        self.grid = grid
+        self.use_local_output = use_local_output
+
+    def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        batches = {x.shape[0] for x in args if isinstance(x, DTensor)}
+        args = tuple(self._local(module, x) for x in args)
+        kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
+        axes = [self.grid.row] if self.grid.row.size > 1 else []
+        params: Sequence[Any] = [local_shard(module._parameters[name]) for name in self.names]
+        for name, param in zip(self.names, SumGrads.apply(axes, *params), strict=True):
+            # Found before the parameter of this name, which stays where it is.
+            object.__setattr__(module, name, param)
+        try:
+            y = forward(*args, **kwargs)
+        finally:
+            for name in self.names:
+                object.__delattr__(module, name)
+        local = not batches if self.use_local_output is None else self.use_local_output
+        return y if local else self._of_whole_batch(module, y, batches)
+
+    def _local(self, module: nn.Module, x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        if normalize(self.grid.layout(x, 0), x.ndim) != row_layout():
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} runs on this "
+                f"row's samples, whole along tp_col, but got a DTensor of shape "
+                f"{tuple(x.shape)} placed {x.placements}: redistribute it to {row_layout()}"
+            )
+        return x.to_local()
+
+    def _of_whole_batch(self, module: nn.Module, y: Tensor, batches: set[int]) -> DTensor:
+        known = self.grid.tokens.shape
+        if batches:
+            batch = max(batches)
+        elif known is not None and len(known) == 1:
+            (batch,) = known
+        else:
+            batch = self.grid.extent(y, 0, row_layout())
+        mine = self.grid.row.split(batch)[self.grid.row.index]
+        # Where a row has no samples, one stands in for them.
+        if y.shape[0] not in (mine, mine or 1):
+            raise ValueError(
+                f"{describe_module(module)} gave {tuple(y.shape)}, but this row has {mine} of "
+                f"{batch} samples: only what has the batch in dim 0 becomes a DTensor"
+            )
+        return to_dtensor(y.narrow(0, 0, mine), row_layout(), self.grid, (batch, *y.shape[1:]))

@@ -1,0 +1,234 @@
+"""Attention of some queries to one block of keys, and its gradient given the whole's softmax.
+
+A block's output ``o`` with the logarithm ``l`` of its sum of exponentials can be merged with
+another's: ``exp(l1 - l) o1 + exp(l2 - l) o2`` with ``l = log(exp(l1) + exp(l2))``. Backward, given
+the output and ``l`` of all blocks together, gives each block's share of the gradients. The fused
+kernels take and give just that, and they are used where they can be: on a CPU, and on CUDA in half
+precision without a mask (not tried: no GPU was at hand). Elsewhere, and where a mask has a
+gradient, the scores of a block are written out.
+
+torch's own ring (``torch.distributed.tensor.experimental.context_parallel``) is made of the same
+kernels, but has no rule for a CPU's, takes neither masks nor uneven shards, and means one mesh dim
+of its own: hence this one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "Grads",
+    "attend",
+    "attend_backward",
+    "attend_to_all",
+    "merge",
+    "scores_of",
+    "spread",
+    "unspread",
+]
+
+_aten = torch.ops.aten
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class Grads(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over blocks are kept in."""
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def spread(x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
+    """A key or value for each query head: ``x[:, heads]``."""
+    if heads is None:
+        return x
+    return x.index_select(1, torch.tensor(heads, device=x.device, dtype=torch.int64))
+
+
+def unspread(grad: Tensor, heads: tuple[int, ...] | None, count: int) -> Tensor:
+    """The gradient of ``x`` of ``count`` heads from that of ``spread(x, heads)``."""
+    if heads is None:
+        return grad
+    index = torch.tensor(heads, device=grad.device, dtype=torch.int64)
+    return grad.new_zeros(grad.shape[0], count, *grad.shape[2:]).index_add_(1, index, grad)
+
+
+def scores_of(
+    query: Tensor, key: Tensor, mask: Tensor | None, hidden: Tensor | None, scale: float
+) -> Tensor:
+    """``query key^T`` scaled and masked, in fp32 at least; ``hidden`` is True where not to look."""
+    dtype = wide(query.dtype)
+    scores = (query.to(dtype) @ key.to(dtype).mT) * scale
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, -torch.inf)
+            if mask.dtype == torch.bool
+            else scores + mask.to(dtype)
+        )
+    return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+
+def _behind(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    """What a causal mask hides of a block whose queries and keys are the same positions."""
+    if not causal:
+        return None
+    shape = query.shape[-2], key.shape[-2]
+    return torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
+
+
+def _additive(mask: Tensor | None, query: Tensor, keys: int) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros((), dtype=query.dtype, device=mask.device)
+        mask = torch.where(mask, zeros, -torch.inf)
+    return mask.to(query.dtype).expand(*mask.shape[:-2], query.shape[-2], keys)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, exact: bool) -> str:
+    """Which fused kernel takes these, or ``""``."""
+    same = query.shape[-1] == value.shape[-1] and query.dtype in _FLOATS
+    if exact or not same or not (query.numel() and key.numel()):
+        return ""
+    if query.device.type == "cpu":
+        return "cpu"
+    fits = query.dtype in _HALVES and mask is None and query.shape[-1] % 8 == 0
+    return "cuda" if query.is_cuda and fits and query.shape[-1] <= 256 else ""
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """Queries attend to one block of keys.
+
+    Args:
+        query, key, value: ``[batch, heads, length, features]``, of as many heads.
+        mask: 4-dim, broadcast; bool (True: look) or added to the scores.
+        causal: no look at keys behind the query; both are then the same positions.
+        exact: do without fused kernels.
+
+    Returns:
+        The output, and ``[batch, heads, queries]`` the logarithms, ``-inf`` where nothing is seen.
+    """
+    kernel = _fused(query, key, value, mask, exact)
+    if kernel == "cpu":
+        bias = _additive(mask, query, key.shape[-2])
+        out, log = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        if bias is not None:
+            # The kernel says 0.
+            log = log.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+        return out, log
+    if kernel == "cuda":
+        out, log, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+        return out, log
+    scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
+    log = scores.logsumexp(-1)
+    weights = (scores - _finite(log)[..., None]).exp()
+    return (weights @ value.to(weights.dtype)).to(query.dtype), log
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    log: Tensor,
+    causal: bool,
+    scale: float,
+    exact: bool,
+    mask_grad: bool,
+) -> Grads:
+    """A block's share of the gradients.
+
+    Args:
+        grad, out, log: of all blocks together.
+    """
+    log = _finite(log)
+    kernel = _fused(query, key, value, mask, exact)
+    if kernel == "cpu":
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(grad, query, key, value, out, log, 0.0, causal),
+            attn_mask=_additive(mask, query, key.shape[-2]),
+            scale=scale,
+        )
+        query_grad, key_grad, value_grad = grads
+        return Grads(query_grad, key_grad, value_grad, None)
+    if kernel == "cuda":
+        unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            *(grad.contiguous(), query, key, value, out, log, None, None),
+            *(query.shape[-2], key.shape[-2], 0.0, causal, unused, unused),
+            scale=scale,
+        )
+        query_grad, key_grad, value_grad = grads
+        return Grads(query_grad, key_grad, value_grad, None)
+    scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
+    weights = (scores - log[..., None]).exp()
+    wide_grad = grad.to(weights.dtype)
+    total = (wide_grad * out).sum(-1, keepdim=True)
+    share = weights * (wide_grad @ value.to(weights.dtype).mT - total)
+    return Grads(
+        (share @ key.to(share.dtype) * scale).to(query.dtype),
+        (share.mT @ query.to(share.dtype) * scale).to(key.dtype),
+        (weights.mT @ wide_grad).to(value.dtype),
+        share if mask_grad else None,
+    )
+
+
+def attend_to_all(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """``scaled_dot_product_attention``, which has a gradient where there is nothing to compute.
+
+    A rank may have no heads or no queries. torch's own result then depends on nothing, and the
+    backward of what made the keys, which other ranks wait for, would not run.
+    """
+    if query.numel():
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scale
+        )
+    scores = query @ key.mT
+    if mask is not None and mask.is_floating_point():
+        scores = scores + mask
+    return scores.softmax(-1) @ value
+
+
+def _finite(log: Tensor) -> Tensor:
+    """Where nothing is seen all scores are ``-inf``; less this they stay so."""
+    return log.masked_fill(log == -torch.inf, 0.0)
+
+
+def merge(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> None:
+    """Merge another block's result into ``out`` and ``log``, in place."""
+    total = torch.logaddexp(log, more_log)
+    base = _finite(total)
+    out.mul_((log - base).exp()[..., None])
+    out.add_(more.to(out.dtype) * (more_log - base).exp()[..., None])
+    log.copy_(total)

@@ -1,0 +1,84 @@
+"""The paper's attention: scores in blocks on the grid, their softmax crossing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm import Axis, all_reduce
+from .block import scores_of, spread, unspread
+
+__all__ = ["two_phase"]
+
+
+def two_phase(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    hidden: Tensor | None,
+    scale: float,
+    heads: tuple[int, ...] | None,
+    axis: Axis,
+) -> Tensor:
+    """Block (i, j) of the scores, and its share of row i of the output, to be summed over ``axis``.
+
+    Args:
+        query: ``[batch, heads, queries of row i, features]``.
+        key, value: of the keys of column j.
+        mask: of this block, 4-dim, broadcast; bool or added to the scores.
+        hidden: True where not to look, broadcast.
+        heads: the key head of every query head, if they are not one to one.
+        axis: along which the softmax's maxima and sums are taken.
+    """
+    return _TwoPhase.apply(query, key, value, mask, hidden, scale, heads, axis)
+
+
+class _TwoPhase(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        hidden: Tensor | None,
+        scale: float,
+        heads: tuple[int, ...] | None,
+        axis: Axis,
+    ) -> Tensor:
+        scores = scores_of(query, spread(key, heads), mask, hidden, scale)
+        if scores.shape[-1]:
+            largest = scores.amax(-1, keepdim=True)
+        else:
+            largest = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+        largest = all_reduce(largest, axis, "max").wait()
+        # Where nothing is seen the scores are -inf, less this too.
+        weights = (scores - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+        total = all_reduce(weights.sum(-1, keepdim=True), axis).wait()
+        weights = weights / total.masked_fill(total == 0, 1.0)
+        ctx.save_for_backward(query, key, value, mask, weights)
+        ctx.scale, ctx.heads, ctx.axis = scale, heads, axis
+        out = weights @ spread(value, heads).to(weights.dtype)
+        return out.to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value, mask, weights = ctx.saved_tensors
+        heads, dtype = ctx.heads, weights.dtype
+        grad = grads[0].to(dtype)
+        value_grad = unspread(weights.mT @ grad, heads, key.shape[1])
+        share = grad @ spread(value, heads).to(dtype).mT
+        total = all_reduce((weights * share).sum(-1, keepdim=True), ctx.axis).wait()
+        share = weights * (share - total)
+        query_grad = share @ spread(key, heads).to(dtype) * ctx.scale
+        key_grad = unspread(share.mT @ query.to(dtype), heads, key.shape[1]) * ctx.scale
+        return (
+            query_grad.to(query.dtype),
+            key_grad.to(key.dtype),
+            value_grad.to(value.dtype),
+            share.sum_to_size(mask.shape).to(mask.dtype) if ctx.needs_input_grad[3] else None,
+            *(None,) * 4,
+        )

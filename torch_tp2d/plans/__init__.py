@@ -1,0 +1,85 @@
+"""Ready plans: dicts of module names and styles, to be printed, edited and applied.
+
+A plan function looks at a model's names and sizes and at the grid, and returns the plan; it
+changes nothing. Models are told by their names and their ``config``, so that no library of models
+is imported here.
+
+Example::
+
+    >>> plan = plan_for(model, mesh["tp_row", "tp_col"])
+    >>> plan["lm_head"] = Colwise2D(output_layouts=(Replicate(), Replicate()))
+    >>> parallelize_module(model, mesh["tp_row", "tp_col"], plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..grid import check_mesh
+from .bert import bert_plan
+from .gpt2 import gpt2_plan
+from .llama import is_tutorial_llama, llama_plan
+from .losses import LossFunction, LossOfLabels, causal_lm_loss
+from .parts import Parts, Plan
+from .swin import image_classification_loss, swin_plan
+from .t5 import t5_plan
+
+__all__ = [
+    "LossFunction",
+    "LossOfLabels",
+    "Parts",
+    "Plan",
+    "bert_plan",
+    "causal_lm_loss",
+    "gpt2_plan",
+    "image_classification_loss",
+    "llama_plan",
+    "plan_for",
+    "swin_plan",
+    "t5_plan",
+]
+
+PLANS: dict[str, Callable[..., Plan]] = {
+    "bert": bert_plan,
+    "gpt2": gpt2_plan,
+    "llama": llama_plan,
+    "mistral": llama_plan,
+    "qwen2": llama_plan,
+    "swin": swin_plan,
+    "t5": t5_plan,
+}
+"""Which function knows a model, by its ``config.model_type``."""
+
+
+def plan_for(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
+    """The ready plan for a model on a grid.
+
+    Args:
+        model: one of the known models, on any device, not parallelized yet.
+        mesh: named ``("tp_row", "tp_col")``, as for :func:`torch_tp2d.parallelize_module`.
+        options: the plan function's own, see :class:`Parts`.
+
+    Returns:
+        A dict of module names and styles, to be edited at will.
+
+    Raises:
+        TypeError: for an unknown option, or something else than a mesh.
+        ValueError: for an unknown model, and for a mesh or an option that cannot work with it.
+    """
+    check_mesh(mesh)
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    plan = PLANS.get(kind) if isinstance(kind, str) else None
+    if plan is None and is_tutorial_llama(model):
+        plan = llama_plan
+    if plan is None:
+        told = "without config.model_type" if kind is None else f"of model_type {kind!r}"
+        raise ValueError(
+            f"{type(model).__name__} ({told}) has no ready plan; there are plans for the Hugging "
+            f"Face models of type {sorted(PLANS)} and for the PyTorch tutorial's Llama 2: write "
+            f"the plan by hand, as a dict of module names and styles"
+        )
+    return plan(model, mesh, **options)

@@ -1,0 +1,127 @@
+"""Hugging Face's Swin: shifted windows, patch merging, relative position biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from ..grid import describe_mesh
+from ..local import Local2D
+from ..loss import cross_entropy
+from ..styles import Colwise2D, Rowwise2D
+from .losses import LossFunction
+from .parts import Parts, Plan, inner_prefix
+
+__all__ = ["image_classification_loss", "swin_plan"]
+
+
+def image_classification_loss(
+    labels: Tensor, pooled_logits: Tensor, config: Any = None, **_: Any
+) -> Tensor:
+    """What a Hugging Face image classifier calls as ``model.loss_function``: one label an image.
+
+    Args:
+        labels: ``[B]`` class ids, whole on every rank.
+        pooled_logits: a DTensor ``[B, classes]``.
+
+    Returns:
+        A plain scalar, the same on every rank.
+    """
+    return cross_entropy(pooled_logits, labels)
+
+
+def swin_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
+    """The plan of ``SwinModel`` and ``SwinForImageClassification``.
+
+    Every rank passes the whole batch of images, and a row of the grid works on its own. Windows of
+    all its images lie in one dim, so between modules tensors are local: this row's, whole along
+    ``tp_col``, on which lie heads and features. Where a stage's heads do not divide over
+    ``tp_col``, each rank computes its part of the projections and, of the attention itself, all
+    heads. ``last_hidden_state``, ``pooler_output`` and ``logits`` are DTensors of the whole batch;
+    hidden states and attentions that are asked for are this row's.
+
+    Args:
+        options: see :class:`Parts`. ``row_dim`` is 0, and the residual stream cannot be split by
+            sequence.
+
+    Raises:
+        ValueError: for ``row_dim=1`` or ``sequence_parallel=True``, for a model with a mask token,
+            and for another model than the two.
+    """
+    parts = Parts(**{"sequence_parallel": False, **options})
+    _check(model, mesh, parts)
+    base = inner_prefix(model)
+    config: Any = model.config
+    plan: Plan = {
+        f"{base}embeddings.patch_embeddings.projection": Colwise2D(output_layouts=Replicate()),
+        f"{base}embeddings.norm": Local2D(),
+    }
+    if config.use_absolute_embeddings:
+        plan[f"{base}embeddings"] = Local2D()
+    columns = mesh["tp_col"].size()
+    for index, heads in enumerate(config.num_heads):
+        stage = f"{base}encoder.layers.{index}"
+        block = f"{stage}.blocks.*"
+        # All heads on every rank, where they do not divide.
+        on_col = Shard(-1) if heads % columns == 0 else Replicate()
+        table = Shard(1) if heads % columns == 0 else Replicate()
+        into_heads = Colwise2D(output_layouts=on_col, algorithm=parts.algorithm)
+        plan |= {
+            f"{block}.layernorm_before": Local2D(),
+            f"{block}.attention.q_proj": into_heads,
+            f"{block}.attention.k_proj": into_heads,
+            f"{block}.attention.v_proj": into_heads,
+            f"{block}.attention.relative_position_bias": Local2D(
+                params={"relative_position_bias_table": table}
+            ),
+            f"{block}.attention.o_proj": Rowwise2D(input_layouts=on_col, algorithm=parts.algorithm),
+            f"{block}.layernorm_after": Local2D(),
+            f"{block}.mlp.fc1": Colwise2D(algorithm=parts.algorithm),
+            f"{block}.mlp.fc2": Rowwise2D(algorithm=parts.algorithm),
+        }
+        if index + 1 < len(config.num_heads):
+            plan |= {
+                f"{stage}.downsample.norm": Local2D(),
+                # What is merged is wider than what comes of it: less moves than by Colwise2D.
+                f"{stage}.downsample.reduction": Rowwise2D(
+                    input_layouts=Replicate(), algorithm=parts.algorithm
+                ),
+            }
+    plan[f"{base}layernorm"] = Local2D(use_local_output=False)
+    if getattr(model, "swin", model).pooler is not None:
+        plan[f"{base}pooler"] = Local2D()
+    if base:
+        plan["classifier"] = parts.head()
+        if parts.loss_parallel:
+            plan[""] = LossFunction(image_classification_loss)
+    return plan
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, parts: Parts) -> None:
+    where = f"{type(model).__name__} on mesh {describe_mesh(mesh)}"
+    if parts.row_dim != 0:
+        raise ValueError(
+            f"{where}: row_dim={parts.row_dim} splits each image over tp_row, but shifted windows "
+            f"and patch merging take tokens from both sides of such a cut: use row_dim=0, which "
+            f"splits the batch"
+        )
+    if parts.sequence_parallel:
+        raise ValueError(
+            f"{where}: sequence_parallel=True splits each image over tp_col, but windows are "
+            f"made of whole images: leave it out"
+        )
+    inner = getattr(model, "swin", model)
+    known = inner is model or isinstance(getattr(model, "classifier", None), nn.Linear)
+    if not known or not hasattr(inner, "layernorm") or not hasattr(inner, "encoder"):
+        raise ValueError(
+            f"{where}: there is a plan for SwinModel and SwinForImageClassification: put a head "
+            f"of your own on a SwinModel"
+        )
+    if getattr(inner.embeddings, "mask_token", None) is not None:
+        raise ValueError(
+            f"{where}: it has a mask token, and masks of whole batches do not fit a row's "
+            f"images: make it with use_mask_token=False"
+        )

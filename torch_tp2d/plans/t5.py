@@ -1,0 +1,237 @@
+"""Hugging Face's T5: ``T5ForConditionalGeneration``, ``T5Model`` and ``T5EncoderModel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from ..attention import Attention2D
+from ..grid import Grid, check_mesh, describe_mesh
+from ..layouts import TP_COL, Layout
+from ..recognise import describe_module
+from ..replicate import SumGrads
+from ..styles import GridStyle, Runner, local_shard
+from .losses import LossOfLabels
+from .parts import Parts, Plan
+
+__all__ = ["HeadBias", "RelativeAttention2D", "t5_plan"]
+
+
+class HeadBias(GridStyle):
+    """A table ``[buckets, heads]`` of what is added to each head's scores: heads over ``tp_col``.
+
+    For an ``nn.Embedding`` inside an attention module whose style is :class:`Attention2D`: the
+    module looks up ids that it makes itself, and gets the numbers of this column's heads. All that
+    crosses the wire is the table's gradient, summed along ``tp_row``.
+
+    Keyword Args:
+        whole: the module sees all heads, as where these do not divide over ``tp_col``; each rank
+            computes a share of them, so the gradient is summed along ``tp_col`` too.
+
+    Example::
+
+        >>> plan["encoder.block.0.layer.0.SelfAttention.relative_attention_bias"] = HeadBias()
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        super().__init__()
+        self.layout: Layout = Replicate(), Replicate() if whole else Shard(1)
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        yield module, "weight", self.layout
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _HeadBiasRunner(self.layout, grid)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(whole={isinstance(self.layout[1], Replicate)})"
+
+
+class _HeadBiasRunner(Runner):
+    style = "HeadBias"
+
+    def __init__(self, layout: Layout, grid: Grid) -> None:
+        axes = zip((grid.row, grid.col), layout, strict=True)
+        self.axes = [axis for axis, p in axes if isinstance(p, Replicate) and axis.size > 1]
+
+    def run(self, module: Any, forward: Callable[..., Any], ids: Tensor) -> Tensor:
+        (weight,) = SumGrads.apply(self.axes, local_shard(module.weight))
+        return F.embedding(ids, weight)
+
+
+class RelativeAttention2D(Attention2D):
+    """:class:`torch_tp2d.Attention2D` for T5's attention, which adds a bias to the scores.
+
+    The first block of a stack computes the bias, of this column's heads, by the distances between
+    queries and keys, and hands it on to the others. Where ``tp_row`` splits the sequence
+    (``row_dim=1``) it is that of this row's queries and of all keys.
+    """
+
+    def check_positions(self, module: nn.Module, grid: Grid) -> None:
+        """Positions are right in any layout, if the attention itself is.
+
+        Raises:
+            ValueError: for ``row_dim=1`` if the model does not compute its attention by
+                ``scaled_dot_product_attention``.
+        """
+        how = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+        if self.row_dim == 1 and grid.row.size > 1 and how != "sdpa":
+            raise ValueError(
+                f"{describe_module(module)} computes its attention by {how!r}, of the keys that it "
+                f"sees, which are a part where {grid.row.name} splits the sequence: make the model "
+                f'with attn_implementation="sdpa", or use row_dim=0'
+            )
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _RelativeRunner(super().runner(module, grid), grid, self.row_dim)
+
+
+class _RelativeRunner(Runner):
+    style = "RelativeAttention2D"
+
+    def __init__(self, attention: Runner, grid: Grid, row_dim: int) -> None:
+        self.attention, self.grid = attention, grid
+        self.in_rows = row_dim == 1 and grid.row.size > 1
+
+    def installed(self, module: nn.Module) -> None:
+        self.attention.installed(module)
+
+    def run(
+        self,
+        module: Any,
+        forward: Callable[..., Any],
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.in_rows:
+            own_keys = past_key_values if key_value_states is None else None
+            if own_keys is not None and own_keys.get_seq_length(module.layer_idx):
+                raise ValueError(
+                    f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: past keys "
+                    f"are not supported where {self.grid.row.name} splits the sequence: use "
+                    f"row_dim=0"
+                )
+            part = self._part(module, hidden_states, key_value_states)
+            if position_bias is None:
+                position_bias = part.bias(module)
+            if mask is None and module.is_causal and key_value_states is None:
+                # The module would make one of the lengths that it sees.
+                mask = part.causal_mask()
+        return self.attention.run(
+            module,
+            forward,
+            hidden_states,
+            mask=mask,
+            key_value_states=key_value_states,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+    def _part(self, module: Any, hidden: Tensor, states: Tensor | None) -> _Part:
+        sizes = [self.grid.sizes_of(x) for x in (hidden, hidden if states is None else states)]
+        if None in sizes:
+            raise TypeError(
+                f"{describe_module(module)}: hidden states of shape {tuple(hidden.shape)} do not "
+                f"say how long the whole sequence is: give the norm before use_local_output=False"
+            )
+        queries, keys = (size[1] for size in sizes if size is not None)
+        rows, index = self.grid.row.split(queries), self.grid.row.index
+        # A row without tokens has one that stands in for none.
+        return _Part(sum(rows[:index]), max(1, rows[index]), keys, hidden)
+
+
+class _Part(NamedTuple):
+    """The scores of this row's ``queries``, from ``start`` on, with all ``keys``."""
+
+    start: int
+    queries: int
+    keys: int
+    hidden: Tensor
+
+    def bias(self, module: Any) -> Tensor:
+        """``[1, heads, queries, keys]``, to be added."""
+        start, queries, keys, hidden = self
+        if not module.has_relative_attention_bias:
+            return torch.zeros(1, 1, queries, keys, dtype=hidden.dtype, device=hidden.device)
+        bias: Tensor = module.compute_bias(
+            queries, keys, device=hidden.device, past_seen_tokens=start
+        )
+        return bias
+
+    def causal_mask(self) -> Tensor:
+        """``[1, 1, queries, keys]``, True where a query sees a key."""
+        start, queries, keys, hidden = self
+        at = torch.arange(start, start + queries, device=hidden.device)
+        return (at[:, None] >= torch.arange(keys, device=hidden.device))[None, None]
+
+
+def t5_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
+    """The plan of a T5, of both stacks or of its encoder alone.
+
+    Encoder and decoder may have sequences of different lengths. With ``row_dim=1`` the model has
+    to compute its attention by ``scaled_dot_product_attention`` (the default in transformers).
+
+    Args:
+        model: a ``T5ForConditionalGeneration``, ``T5Model`` or ``T5EncoderModel``, with gated
+            feed-forward layers or plain ones.
+        mesh: named ``("tp_row", "tp_col")``.
+        options: those of :class:`Parts`.
+
+    Returns:
+        A dict of module names and styles.
+
+    Raises:
+        ValueError: for a mesh or an option that cannot work.
+
+    Example::
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp_row", "tp_col"))
+        >>> parallelize_module(model, mesh, t5_plan(model, mesh))
+        >>> model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    """
+    parts = Parts(**options)
+    check_mesh(mesh)
+    config: Any = model.config
+    _, q, kv, o = parts.attention(mesh, config.num_heads)
+    divides = config.num_heads % mesh[TP_COL].size() == 0
+    plan: Plan = {"shared": parts.embedding()}
+    for stack in ("encoder", "decoder"):
+        if not hasattr(model, stack):
+            continue
+        block = f"{stack}.block.*"
+        kinds = ["layer.0.SelfAttention"]
+        if stack == "decoder":
+            kinds.append("layer.1.EncDecAttention")
+        plan[f"{stack}.embed_tokens"] = parts.embedding()
+        for attention in kinds:
+            plan[f"{block}.{attention}"] = RelativeAttention2D(
+                row_dim=parts.row_dim, num_heads=config.num_heads
+            )
+            plan[f"{block}.{attention}.q"] = q
+            plan[f"{block}.{attention}.k"] = kv
+            plan[f"{block}.{attention}.v"] = kv
+            plan[f"{block}.{attention}.o"] = o
+        # The first block's; the others are handed what it made of it.
+        plan[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"] = HeadBias(
+            whole=not divides
+        )
+        plan[f"{block}.layer.*.layer_norm"] = parts.norm()
+        plan[f"{block}.layer.*.DenseReluDense.wi*"] = parts.colwise()
+        plan[f"{block}.layer.*.DenseReluDense.wo"] = parts.rowwise()
+        plan[f"{stack}.final_layer_norm"] = parts.norm()
+    if hasattr(model, "lm_head"):
+        plan["lm_head"] = parts.head()
+        if parts.loss_parallel:
+            plan[""] = LossOfLabels()
+    return plan
