@@ -33,7 +33,7 @@ OTHER_KINDS = (
 )
 """torch's dropouts of whole channels, and those that keep mean and variance: not for shards."""
 
-_TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 3: {0: 0, 1: 1}, 4: {0: 0, 2: 1, 3: 1}}
+_TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
 """By the number of dims: which of them are the batch (0) and the sequence (1)."""
 
 _draws: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], int]] = WeakKeyDictionary()
@@ -146,8 +146,10 @@ class Masks:
         row_dim: int,
         declared: Layout | None,
         beside: Sequence[tuple[int, Placement]],
+        owner: str,
     ) -> None:
         self.grid = grid
+        self._here = f"{owner} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
         whole = {features for features, p in beside if not _of_features(p)}
@@ -171,7 +173,8 @@ class Masks:
             y = drop(local, dropped(key, p, self._index(local, layout, None, shape)), p)
             return _like(x, y)
         layout, features = self._layout(x)
-        return drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
+        y = drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
+        return self.grid.with_stand_in(y, layout, self.grid.sizes_of(x))
 
     def attention(
         self,
@@ -195,7 +198,7 @@ class Masks:
                 isinstance(p, Shard) and p.dim > 1 for p in here
             ):
                 raise ValueError(
-                    f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} is for a "
+                    f"{self._here}: dropout is for a "
                     f"query, key and value placed alike, split by batch and heads, but the query "
                     f"is placed {here}"
                 )
@@ -206,8 +209,8 @@ class Masks:
             q, k, v = query, key, value
         if self.row_dim == 1 and self.grid.row.size > 1:
             raise ValueError(
-                f"dropout inside attention on mesh {describe_mesh(self.grid.mesh)} with row_dim=1 "
-                f"needs a style for the attention module: name it in the plan"
+                f"{self._here}: dropout inside attention "
+                f"with row_dim=1 needs a style for the attention module: name it in the plan"
             )
         if isinstance(attn_mask, DTensor):
             attn_mask = attn_mask.full_tensor()
@@ -227,7 +230,8 @@ class Masks:
                 scores = scores.masked_fill(~attn_mask, -torch.inf)
             else:
                 scores = scores + attn_mask
-        weights = scores.softmax(-1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         y = drop(weights, dropped(next_key(self.grid), dropout_p, index), dropout_p) @ v
         if shape is None:
             return y
@@ -247,13 +251,14 @@ class Masks:
         on_row, on_col = self.grid.guess_layout(x, 0 if x.ndim > 3 else self.row_dim)
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
             # [batch, heads, queries, keys], beside projections into this rank's heads?
-            tokens = None if known is None or self.row_dim == 1 else known[1]
+            one = known is not None and len(known) == 2 and self.row_dim == 0
+            tokens = known[1] if known is not None and one else None
             if x.ndim == 4 and self.widths and x.shape[2] == tokens:
                 return (on_row, Shard(1)), None
             raise ValueError(
-                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the sizes {tuple(x.shape)} of "
-                f"a local input do not tell its layout: name the module in the plan, with "
-                f"Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
+                f"{self._here}: the sizes {tuple(x.shape)} of a local input do not tell its "
+                f"layout: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
+                f"with Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
                 f"Dropout2D(input_layouts=Replicate())"
             )
         if col.size == 1 or isinstance(on_col, Shard):
@@ -263,10 +268,10 @@ class Masks:
         width, also_whole = features
         if also_whole:
             raise ValueError(
-                f"dropout on mesh {describe_mesh(self.grid.mesh)}: the last dim "
-                f"of a local input {tuple(x.shape)} is this rank's part of the {width} features "
-                f"of a module beside it, and as wide as another's whole output: name it in the "
-                f"plan, with Dropout2D(input_layouts=Shard(-1)) for the part, "
+                f"{self._here}: the last dim of a local input {tuple(x.shape)} is this rank's part "
+                f"of the {width} features of a module beside it, and as wide as another's whole "
+                f"output: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
+                f"with Dropout2D(input_layouts=Shard(-1)) for the part, "
                 f"Dropout2D(input_layouts=Replicate()) for the whole"
             )
         return (on_row, Shard(x.ndim - 1)), width
@@ -299,16 +304,21 @@ class Masks:
 
     def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int:
         """Size of the whole of a dim of a local input."""
-        known = self.grid.tokens.shape
-        # [batch, hidden], [batch, sequence, hidden] or [batch, heads, queries, keys]
-        size = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
-        if known is not None and size is not None:
-            extent = known[size]
+        sizes, known = self.grid.tokens_of(x), self.grid.tokens.shape
+        # [batch, hidden] or [batch, heads, queries, keys]
+        place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
+        whole = None
+        if sizes is not None and dim < len(sizes):
+            whole = sizes[dim]
+        elif known is not None and len(known) == 2 and place is not None:
+            whole = known[place]
+        if whole is not None:
+            extent = whole
             for axis in cuts:
                 extent = axis.split(extent)[axis.index]
             # One element stands in for none, see Grid.with_stand_in.
             if x.shape[dim] == (extent or 1):
-                return known[size]
+                return whole
         if x.ndim == 3:
             return self.grid.extent(x, dim, layout)
         # A list, which Dynamo traces; it does not trace a generator here.
@@ -319,7 +329,9 @@ class _DropoutRunner(Runner):
     def __init__(self, style: Dropout2D, module: nn.Module, grid: Grid) -> None:
         self.style = "Dropout2D"
         self.by_default = style.by_default
-        self.masks = Masks(grid, style.row_dim, style.input_layouts, style.beside)
+        self.masks = Masks(
+            grid, style.row_dim, style.input_layouts, style.beside, describe_module(module)
+        )
 
     def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:
@@ -343,7 +355,8 @@ class DropoutInside(GridStyle):
         """Nothing of the module is changed while it drops nothing."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return _InsideRunner(Masks(grid, self.row_dim, None, self.beside), rates_of(module))
+        masks = Masks(grid, self.row_dim, None, self.beside, describe_module(module))
+        return _InsideRunner(masks, rates_of(module))
 
 
 def rates_of(module: nn.Module) -> tuple[str, ...]:

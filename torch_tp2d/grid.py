@@ -254,8 +254,8 @@ class Grid:
         (``[batch, hidden]``) is taken to be whole along ``tp_row`` too if that splits sequences,
         or if the whole batch is here.
         """
-        known, row = self.sizes_of(x) or self.tokens.shape, Shard(row_dim)
-        if known is None or len(known) != 2 or x.ndim < 2:
+        known, row = self.tokens.shape if x.ndim == 2 else self.tokens_of(x), Shard(row_dim)
+        if known is None or len(known) != 2:
             return row, Replicate()
         there = self.row.split(known[row_dim])[self.row.index]
         if x.ndim == 2:
