@@ -14,11 +14,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from .comm import Axis, move
+from .dropout import Masks, next_key
 from .edges import gather_for_module, to_dtensor
 from .grid import Grid, describe_mesh
 from .layouts import Layout, as_layout, check_row_dim, normalize, row_layout
 from .ops.attention import Heads, Order, Spec, check_groups, gathered, ring, two_phase
 from .ops.attention.block import attend_to_all, spread
+from .ops.dropout import drop, dropped
 from .recognise import describe_module
 from .styles import Colwise2D, GridStyle, LayoutLike, Rowwise2D, Runner
 
@@ -300,20 +302,22 @@ def _count(module: nn.Module, names: Iterable[str]) -> int | None:
 
 
 class _Intercept(TorchFunctionMode):
-    """Has another function compute ``scaled_dot_product_attention`` while it is entered."""
+    """Has a :class:`_Call` compute ``scaled_dot_product_attention`` while it is entered."""
 
-    def __init__(self, compute: Callable[..., Tensor]) -> None:
+    def __init__(self, call: _Call) -> None:
         super().__init__()
-        self.compute = compute
+        self.call = call
         self.calls = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is F.dropout:
+            return self.call.drop(*args, **(kwargs or {}))
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        return self.compute(*args, **(kwargs or {}))
+        return self.call(*args, **(kwargs or {}))
 
 
 class _AttentionRunner(Runner):
@@ -331,6 +335,7 @@ class _AttentionRunner(Runner):
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.heads = style.heads(module, grid.col)
+        self.masks = Masks(grid, style.row_dim, None, (), owner=describe_module(module))
         self.local_values = style.local_values(module, grid.col)
 
     def installed(self, module: nn.Module) -> None:
@@ -413,15 +418,11 @@ class _Call:
         enable_gqa: bool = False,
     ) -> Tensor:
         runner, heads = self.runner, self.runner.heads
-        if dropout_p > 0:
-            raise self.refuse(
-                f"dropout of {dropout_p} inside attention is not supported on a grid: set the "
-                f"model's attention dropout to 0"
-            )
         if attn_mask is not None and is_causal:
             raise self.refuse("attention takes an explicit mask or is_causal, not both")
         in_rows = runner.row_dim == 1
-        if not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1):
+        plain = not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1)
+        if plain and not dropout_p:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -446,15 +447,54 @@ class _Call:
             raise self.refuse(f"{error}: {self._mend(heads)}") from None
         mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.ndim)]
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        drop = self._dropout(dropout_p, heads) if dropout_p else None
         if in_rows:
-            out = self._across(query, key, value, mask, is_causal, scale, heads)
+            out = self._across(query, key, value, mask, is_causal, scale, heads, drop)
         else:
             query, key, value = heads.own_query(query), heads.own_key(key), heads.own_key(value)
             key, value = (spread(x, heads.index()) for x in (key, value))
             mask = None if mask is None else heads.own_query(mask)
-            out = attend_to_all(query, key, value, mask, is_causal, scale)
+            out = attend_to_all(query, key, value, mask, is_causal, scale, drop)
             out = _whole_heads(out, heads)
         return out if shape == query.shape else out.reshape(*shape[:-1], out.shape[-1])
+
+    def _dropout(self, p: float, heads: Heads) -> Callable[[Tensor], Tensor]:
+        """Dropout of the attention weights ``[batch, heads, queries, keys]`` of this rank."""
+        key = next_key(self.grid)
+
+        def dropout(weights: Tensor) -> Tensor:
+            size, count, queries, keys = weights.shape
+            row, device, first = self.grid.row, weights.device, 0
+            at, seen = (torch.arange(length, device=device) for length in (queries, keys))
+            if self.runner.row_dim == 0:
+                first = sum(row.split(self.tokens.extent(0))[: row.index])
+            elif row.size > 1:
+                lengths = self.tokens.lengths
+                order = self._order(row.split(lengths[0]))
+                at = order.positions(row.index, device)
+                if lengths[0] == lengths[1]:
+                    seen = order.positions(None, device)
+            batch = torch.arange(first, first + size, device=device)
+            own = torch.arange(heads.first, heads.first + count, device=device)
+            return drop(weights, dropped(key, p, [batch, own, at[:queries], seen]), p)
+
+        return dropout
+
+    def drop(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        """What the module gets for ``torch.nn.functional.dropout``."""
+        if not training or p == 0.0:
+            return input
+        if isinstance(input, DTensor) or input.ndim != 4:
+            return self.runner.masks.drop(input, p)
+        heads = self.runner.heads
+        if heads is None:
+            heads = Heads(input.shape[1] * self.grid.col.size, 1, self.grid.col)
+        return self._dropout(p, heads)(input)
+
+    def _order(self, sizes: Sequence[int]) -> Order:
+        return Order.balanced(sizes) if self.runner.balanced else Order.contiguous(sizes)
 
     def _mend(self, heads: Heads) -> str:
         return (
@@ -486,8 +526,12 @@ class _Call:
         causal: bool,
         scale: float,
         heads: Heads,
+        drop: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        """Attention of this row's queries to the keys of all rows."""
+        """Attention of this row's queries to the keys of all rows.
+
+        With dropout of the weights, which are not written out otherwise, keys are gathered.
+        """
         runner, row = self.runner, self.grid.row
         queries, keys = self.tokens.lengths
         whole = runner.algorithm == "local"
@@ -526,13 +570,13 @@ class _Call:
             key, value = key.narrow(_SEQUENCE, 0, 0), value.narrow(_SEQUENCE, 0, 0)
         spec = Spec(
             axis=row,
-            order=Order.balanced(sizes) if runner.balanced else Order.contiguous(sizes),
+            order=self._order(sizes),
             keys=None if queries == keys else key_sizes,
             causal=causal,
             scale=scale,
-            heads=heads.index(of_all=runner.algorithm == "two_phase"),
+            heads=heads.index(of_all=runner.algorithm == "two_phase" and drop is None),
         )
-        if runner.algorithm == "two_phase":
+        if runner.algorithm == "two_phase" and drop is None:
             if mask is not None and mask.shape[1] not in (1, heads.query):
                 raise self.refuse(
                     f'algorithm="two_phase" computes all heads on every rank, but the mask has '
@@ -558,10 +602,10 @@ class _Call:
         else:
             query, key, value = heads.own_query(query), heads.own_key(key), heads.own_key(value)
             mask = None if mask is None else heads.own_query(mask)
-            if runner.algorithm == "ring":
+            if runner.algorithm == "ring" and drop is None:
                 out = ring(query, key, value, mask, spec)
             else:
-                out = gathered(query, key, value, mask, spec, whole=whole)
+                out = gathered(query, key, value, mask, spec, whole=whole, drop=drop)
             out = _whole_heads(out, heads)
         if not here:
             stand_in = out.new_zeros(*out.shape[:2], 1, out.shape[3])

@@ -14,6 +14,7 @@ of its own: hence this one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -204,12 +205,21 @@ def attend_to_all(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention``, which has a gradient where there is nothing to compute.
 
     A rank may have no heads or no queries. torch's own result then depends on nothing, and the
     backward of what made the keys, which other ranks wait for, would not run.
+
+    Args:
+        drop: dropout of the weights ``[batch, heads, queries, keys]``, which are written out for
+            it, as torch itself does on a CPU.
     """
+    if drop is not None and query.numel():
+        scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
+        weights = (scores - _finite(scores.logsumexp(-1))[..., None]).exp()
+        return (drop(weights) @ value.to(weights.dtype)).to(query.dtype)
     if query.numel():
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale

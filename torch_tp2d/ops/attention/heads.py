@@ -54,10 +54,13 @@ class Heads:
         return self.axis.split(self.query)
 
     @property
+    def first(self) -> int:
+        """The first query head that this rank computes."""
+        return sum(self.sizes[: self.axis.index])
+
+    @property
     def _own(self) -> range:
-        sizes = self.sizes
-        start = sum(sizes[: self.axis.index])
-        return range(start, start + sizes[self.axis.index])
+        return range(self.first, self.first + self.sizes[self.axis.index])
 
     @property
     def _own_keys(self) -> range:

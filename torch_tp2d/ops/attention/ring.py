@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,11 +163,13 @@ def gathered(
     spec: Spec,
     *,
     whole: bool = False,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The same as :func:`ring`, of keys and values that are gathered first.
 
     Args:
         whole: they are there already, and their gradients are shares.
+        drop: dropout of the weights.
     """
     if not whole:
         sizes: dict[int, Sequence[int]] = {_SEQUENCE: spec.key_sizes}
@@ -179,4 +181,4 @@ def gathered(
         at = spec.order.positions(spec.axis.index, query.device)
         mask = at[:, None] >= spec.order.positions(None, query.device)
     key, value = (spread(x, spec.heads) for x in (key, value))
-    return attend_to_all(query, key, value, mask, False, spec.scale)
+    return attend_to_all(query, key, value, mask, False, spec.scale, drop)
