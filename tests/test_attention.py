@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel
+from torch.overrides import TorchFunctionMode
 
 import torch_tp2d
 from torch_tp2d import (
@@ -31,6 +32,7 @@ from torch_tp2d import (
 from torch_tp2d.layouts import chunk_sizes
 from torch_tp2d.ops.attention import Order
 from torch_tp2d.ops.attention.block import attend, attend_backward
+from torch_tp2d.ops.dropout import draw_key, dropped
 
 TOLERANCE = 1e-11
 
@@ -251,6 +253,71 @@ def test_a_sequence_split_over_rows(rows: int, columns: int) -> None:
     """The same decoder, its rows holding parts of one sequence: loss and every gradient."""
     for worst in world.run(rows * columns, _across_rows, rows, columns):
         assert max(worst.values()) < TOLERANCE, {k: v for k, v in worst.items() if v > TOLERANCE}
+
+
+class _WholeDropout(TorchFunctionMode):
+    """Attention with dropout on one device, its mask made element by element of the whole."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or not kwargs["dropout_p"]:
+            return func(*args, **kwargs)
+        q, k, v = args
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        if kwargs["is_causal"]:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
+        if kwargs["attn_mask"] is not None:
+            scores = scores.masked_fill(~kwargs["attn_mask"], -torch.inf)
+        rate = kwargs["dropout_p"]
+        whole = dropped(draw_key(), rate, [torch.arange(n) for n in scores.shape])
+        return scores.softmax(-1).masked_fill(whole, 0.0) / (1 - rate) @ v
+
+
+DROPPING = [
+    (8, 8, 4, 8, 0, "", {}),
+    (8, 2, 3, 7, 0, "masked", {}),
+    (9, 3, 2, 5, 0, "", {}),
+    (4, 2, 2, 13, 1, "", {}),
+    (9, 3, 1, 13, 1, "", {"balanced": True}),
+    (4, 2, 1, 13, 1, "masked", {"algorithm": "two_phase"}),
+]
+
+
+def _drops(rows: int, columns: int) -> list[float]:
+    mesh, worst = grid_mesh(rows, columns), []
+    for heads, kv_heads, size, sequence, row_dim, kind, options in DROPPING:
+        reference = model_of(17, 24, heads, kv_heads, 4)
+        reference.masked = "masked" in kind
+        for block in reference.blocks:
+            block.attention.dropout = 0.3
+        model = copy.deepcopy(reference)
+        plan = plan_of(heads, kv_heads, columns, row_dim, **options)
+        torch_tp2d.parallelize_module(model, mesh, plan)
+        ids, target = batch(size, sequence, 17)
+        order = torch.arange(sequence)
+        if options.get("balanced"):
+            order = balanced_order(sequence, rows)
+        torch.manual_seed(5)
+        with _WholeDropout():
+            wanted = loss_of(reference(ids), target)
+        wanted.backward()
+        torch.manual_seed(5)
+        loss = loss_of(model(ids[:, order], order), target[:, order])
+        loss.backward()
+        pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+        differences = [relative(ours.grad, theirs.grad) for (_, ours), theirs in pairs]
+        worst.append(max(relative(loss.detach(), wanted.detach()), *differences))
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), (4, 1)])
+def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
+    """The mask is that of one device, whoever computes which heads of which tokens."""
+    for worst in world.run(rows * columns, _drops, rows, columns):
+        assert max(worst) < TOLERANCE, worst
 
 
 Case = tuple[int, int, int, int, str]
@@ -507,10 +574,6 @@ def test_calls_that_cannot_be() -> None:
             ValueError, match=r"'?rope'? has shape \(3, 8, 4\).*batch.*whole_inputs"
         ):
             _module(mesh)(x, rope=(torch.zeros(3, 8, 4), torch.zeros(3, 8, 4)))
-        with pytest.raises(ValueError, match="dropout of 0.5.*set the model's"):
-            module = _module(mesh)
-            module.dropout = 0.5
-            module(x)
         x = _hidden(mesh, 1)
         with pytest.raises(ValueError, match="mask of shape .* expected 4 rows.*and 8 columns"):
             _module(mesh, row_dim=1)(x, mask=torch.ones(4, 1, 8, 5, dtype=torch.bool))

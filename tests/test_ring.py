@@ -361,6 +361,27 @@ def test_modules_in_another_order() -> None:
         assert differs <= TOLERANCE
 
 
+def _two_models() -> list[list[int]]:
+    mesh = grid_mesh(2, 2)
+    x = tokens(4, 8, 8).chunk(2)[mesh.get_local_rank(0)].chunk(2, 1)[mesh.get_local_rank(1)]
+    models = [parallelize_module(model(8, 16), mesh, plan()) for _ in range(2)]
+    moved: list[list[int]] = [[], []]
+    for _ in range(3):
+        for trained, passes in zip(models, moved, strict=True):
+            with CommCounter(mesh) as counter:
+                trained(x).sum().backward()
+            passes.append(counter.total_bytes)
+    return moved
+
+
+def test_the_end_of_one_model_gathers_nothing_of_the_next() -> None:
+    """What followed the last module of a first model was the first of a second, so from then on
+    each pass of the first gathered four weights of the second and threw them away.
+    """
+    for first, second in world.run(4, _two_models):
+        assert first == second and len(set(first)) == 1, (first, second)
+
+
 def _as_a_tensor() -> None:
     """What user code may do with a gathered input that is still on its way."""
     mesh = grid_mesh(1, 2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .comm import Pending
 
-__all__ = ["AHEAD", "Ready", "drop", "fetch"]
+__all__ = ["AHEAD", "Ready", "end", "fetch"]
 
 AHEAD = 4
 """How many modules ahead: the most gathered weights that wait for their turn."""
@@ -54,14 +54,22 @@ def _made_from(module: Any) -> tuple[Any, ...]:
 
 
 def drop() -> None:
-    """Forget what was gathered ahead: the order is broken, or the pass has ended.
-
-    A weight may change without a sign (FSDP2 gathers into the same storage again and again), so
-    nothing is kept from one pass for the next.
-    """
+    """Forget what was gathered ahead: the order is broken."""
     for ready in _ready.values():
         ready.moving.wait()
     _ready.clear()
+
+
+def end() -> None:
+    """The pass has ended, and backward begun: what runs next does not follow on it.
+
+    A weight may change without a sign (FSDP2 gathers into the same storage again and again), so
+    nothing is kept from one pass for the next. Nor is an order: the next pass may be of another
+    model, whose weights the end of this one would gather in vain.
+    """
+    global _last
+    drop()
+    _last = None
 
 
 def fetch(module: nn.Module, prepare: Callable[[nn.Module], Ready | None]) -> Ready:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...comm import Axis, Pending, all_reduce, reduce_scatter
 from ...deferred import Deferred, Gathering, Owed, Products, Transfer, settle, undeferred
-from ...prefetch import drop
+from ...prefetch import end
 from . import collective
 from .collective import SQUARE, WHOLE, ab, abt, atb, prefetch
 
@@ -222,7 +222,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        drop()
+        end()
         op: LinearOp = ctx.op
         cut = op.cut
         x, saved = ctx.saved_tensors
