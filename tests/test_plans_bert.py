@@ -119,7 +119,7 @@ def test_options() -> None:
         assert max(worst) < TOLERANCE, worst
 
 
-@pytest.mark.parametrize("columns,heads", [(4, 2), (2, 1)])
+@pytest.mark.parametrize("columns,heads", [(4, 2), pytest.param(2, 1, marks=pytest.mark.deep)])
 def test_heads_that_do_not_divide(columns: int, heads: int) -> None:
     sizes = {"num_attention_heads": heads}
     for worst in world.run(4, _train, 4 // columns, columns, 3, 7, BOTH, sizes):

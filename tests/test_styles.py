@@ -927,19 +927,22 @@ def test_positions_have_a_share_of_the_gradient_in_each_row(rows: int, columns: 
 class _Cross(nn.Module):
     """An encoder's tokens in a decoder, whose own are fewer, as in T5."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float | None) -> None:
         super().__init__()
         self.encoder, self.decoder = nn.Embedding(11, 7), nn.Embedding(11, 7)
         self.q, self.k = nn.Linear(7, 6), nn.Linear(7, 6)
+        self.scale = scale
 
     def forward(self, long: Tensor, short: Tensor) -> Tensor:
         h, g = self.encoder(long), self.decoder(short)
+        if self.scale is not None:
+            h = h * self.scale
         return self.q(g) * self.k(h).mean(1, keepdim=True)
 
 
-def _two_sequences(rows: int, columns: int) -> dict[str, float]:
+def _two_sequences(rows: int, columns: int, scale: float | None) -> dict[str, float]:
     mesh = grid_mesh(rows, columns)
-    reference = randomized(_Cross())
+    reference = randomized(_Cross(scale))
     model = copy.deepcopy(reference)
     plan = {
         "*coder": Rowwise2D(output_layouts=Shard(1)),
@@ -957,10 +960,15 @@ def _two_sequences(rows: int, columns: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), (1, 3)])
-def test_two_sequences_of_other_lengths_are_refused(rows: int, columns: int) -> None:
-    """The second embedding's sizes are taken for the first one's tokens: an error, not a hang."""
+def test_two_sequences_of_other_lengths(rows: int, columns: int) -> None:
+    """A local tensor that comes from a style is known; what the user made of it is not.
+
+    The second embedding's sizes are taken for the first one's tokens: an error, not a hang.
+    """
+    for found in world.run(rows * columns, _two_sequences, rows, columns, None):
+        assert max(found.values()) < TOLERANCE, found
     with pytest.raises(world.RankFailed, match="is not this rank's part of the tokens"):
-        world.run(rows * columns, _two_sequences, rows, columns)
+        world.run(rows * columns, _two_sequences, rows, columns, 2.0)
 
 
 # Norm2D and Replicate.

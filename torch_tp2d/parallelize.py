@@ -410,19 +410,20 @@ def _ties(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
 
 
 def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
-    """Give a placed parameter to a module that shares it and that no plan entry names.
+    """Give a parent that holds a parameter of a module inside it, too, the placed one.
 
-    Such a module has no use for it in its own forward, or can do with a DTensor: BERT's head
-    holds its decoder's bias for the sake of its name in checkpoints.
+    No plan entry can name it alone, and it leaves the use of the parameter to the module inside:
+    BERT's head holds its decoder's bias for the sake of its name in checkpoints.
     """
     for group in ties:
-        params = [owner._parameters[attribute] for _, owner, attribute in group]
-        placed = next((param for param in params if isinstance(param, DTensor)), None)
-        if placed is None:
-            continue
-        for (_, owner, attribute), param in zip(group, params, strict=True):
-            if not isinstance(param, DTensor):
-                owner.register_parameter(attribute, placed)
+        for _, owner, attribute in group:
+            if isinstance(owner._parameters[attribute], DTensor):
+                continue
+            inside = {id(module) for module in owner.modules()} - {id(owner)}
+            for _, other, name in group:
+                placed = other._parameters[name]
+                if id(other) in inside and isinstance(placed, DTensor):
+                    owner.register_parameter(attribute, placed)
 
 
 class _FirstForward:
