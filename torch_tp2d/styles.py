@@ -498,10 +498,11 @@ class _LinearRunner(Runner):
     def _op(self, x: Tensor, tokens: Sizes | None) -> LinearOp:
         """The op, which keeps its gathered weight if that is no larger than ``x``.
 
-        Decided by sizes that all ranks know: a rank with fewer tokens has to decide alike.
+        Decided by sizes that all ranks know: a rank with fewer tokens has to decide alike. Without
+        an embedding that writes them, some modules' sizes are known and others' not: all keep.
         """
         cut = self.op.cut
-        if self.may_reshard and tokens is not None:
+        if self.may_reshard and tokens is not None and self.grid.tokens.shape is not None:
             longest = math.prod(tokens) // tokens[self.row_dim]
             longest *= self.grid.row.split(tokens[self.row_dim])[0]
             if cut.p * cut.col.split(cut.q)[cut.col.index] > longest * x.shape[-1]:
