@@ -276,8 +276,19 @@ _LINEAR_STYLES = Block2DParallel, Colwise2D, Rowwise2D
 
 
 def _row_dim(name: str, entries: list[_Entry]) -> int:
-    """The token dim that tp_row splits at a module that no plan entry names."""
-    row_dims = {e.style.row_dim for e in entries if isinstance(e.style, _LINEAR_STYLES)}
+    """The token dim that tp_row splits at a module that no plan entry names: that of the nearest.
+
+    Raises:
+        ValueError: if those next to it in the tree of modules differ.
+    """
+
+    def nearness(other: str) -> int:
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
+
+    linear = [(e.name, e.style.row_dim) for e in entries if isinstance(e.style, _LINEAR_STYLES)]
+    nearest = max((nearness(other) for other, _ in linear), default=0)
+    row_dims = {row_dim for other, row_dim in linear if nearness(other) == nearest}
     if len(row_dims) > 1:
         raise ValueError(
             f"{name!r}: no plan entry names it, and which token dim tp_row splits there is not "
