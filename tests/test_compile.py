@@ -35,7 +35,10 @@ def test_a_block_of_a_mixed_plan_is_one_graph() -> None:
     assert max(world.run(4, _compiled, BACKEND, plan_mixed(), (4, 8, 8))) < TOLERANCE
 
 
-@pytest.mark.parametrize("algorithm", ["summa", "bmr", "cannon"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["summa", *(pytest.param(name, marks=pytest.mark.deep) for name in ("bmr", "cannon"))],
+)
 def test_every_algorithm_traces(algorithm: str) -> None:
     """q, k and v broadcast one input three times: one node in the graph of the broadcast's
     source, three in the others' until their buffers came to depend on the same input. It hung.

@@ -129,8 +129,20 @@ def _check(answers: list[Any]) -> None:
 GRIDS = [(2, 2), (1, 4), (4, 1), (2, 4)]
 
 
-@pytest.mark.parametrize("row_dim", [0, 1])
-@pytest.mark.parametrize("rows,columns", GRIDS)
+def _deep(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.deep)
+
+
+QUICK = {(2, 2, 0), (2, 2, 1), (1, 4, 0), (4, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    "rows,columns,row_dim",
+    [
+        case if case in QUICK else _deep(*case)
+        for case in ((*grid, row_dim) for grid in GRIDS for row_dim in (0, 1))
+    ],
+)
 def test_every_model_trains_as_on_one_device(rows: int, columns: int, row_dim: int) -> None:
     """Whatever ``tp_row`` splits, with and without padding, and where nothing divides."""
     builders = [llama, llama_grouped, llama_odd, mistral, qwen2, gpt2, gpt2_odd]
@@ -160,7 +172,7 @@ OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), _deep(4, 1)])
 def test_options(rows: int, columns: int) -> None:
     cases = list(OPTIONS)
     if rows == columns:
@@ -198,9 +210,8 @@ def _tutorial(rows: int, columns: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (2, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), _deep(2, 4)])
 def test_the_tutorials_llama(rows: int, columns: int) -> None:
-    pytest.importorskip("llama2")
     _check(world.run(rows * columns, _tutorial, rows, columns))
 
 
