@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import world
+from marks import deep
 from models import DOUBLE, batch, grid_mesh, loss_of, relative, train_beside
 from test_bytes import fake_grid
 from torch import Tensor, nn
@@ -190,11 +191,7 @@ CASES = [
 ]
 
 
-def _deep(*grid: int) -> Any:
-    return pytest.param(*grid, marks=pytest.mark.deep)
-
-
-@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), (1, 4), (4, 1), _deep(2, 3)])
+@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), deep(1, 4), (4, 1), deep(2, 3)])
 def test_a_decoder_that_knows_nothing_of_parallelism(rows: int, columns: int) -> None:
     """Heads that divide, key heads that do not, query heads that do not; masks of the model's own
     making; a batch that leaves a row without tokens.
@@ -252,7 +249,7 @@ def _across_rows(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2), (4, 1), _deep(2, 3), _deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2), (4, 1), deep(2, 3), deep(2, 4)])
 def test_a_sequence_split_over_rows(rows: int, columns: int) -> None:
     """The same decoder, its rows holding parts of one sequence: loss and every gradient."""
     for worst in world.run(rows * columns, _across_rows, rows, columns):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import world
+from marks import deep
 from models import grid_mesh, parallelize, plan_2d, plan_mixed, train_beside, transformer
 
 TOLERANCE = 1e-11
@@ -37,7 +38,7 @@ def test_a_block_of_a_mixed_plan_is_one_graph() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["summa", *(pytest.param(name, marks=pytest.mark.deep) for name in ("bmr", "cannon"))],
+    ["summa", deep("bmr"), deep("cannon")],
 )
 def test_every_algorithm_traces(algorithm: str) -> None:
     """q, k and v broadcast one input three times: one node in the graph of the broadcast's

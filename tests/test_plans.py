@@ -22,6 +22,7 @@ from hf import (
     own_loss,
     train_beside,
 )
+from marks import deep
 from models import relative
 from test_bytes import fake_grid
 from torch import Tensor, nn
@@ -129,17 +130,13 @@ def _check(answers: list[Any]) -> None:
 GRIDS = [(2, 2), (1, 4), (4, 1), (2, 4)]
 
 
-def _deep(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.deep)
-
-
 QUICK = {(2, 2, 0), (2, 2, 1), (1, 4, 0), (4, 1, 1)}
 
 
 @pytest.mark.parametrize(
     "rows,columns,row_dim",
     [
-        case if case in QUICK else _deep(*case)
+        case if case in QUICK else deep(*case)
         for case in ((*grid, row_dim) for grid in GRIDS for row_dim in (0, 1))
     ],
 )
@@ -172,7 +169,7 @@ OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), _deep(4, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1)])
 def test_options(rows: int, columns: int) -> None:
     cases = list(OPTIONS)
     if rows == columns:
@@ -210,7 +207,7 @@ def _tutorial(rows: int, columns: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), _deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), deep(2, 4)])
 def test_the_tutorials_llama(rows: int, columns: int) -> None:
     _check(world.run(rows * columns, _tutorial, rows, columns))
 

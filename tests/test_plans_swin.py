@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import world
 from hf import Batch, on_grid, train_beside
+from marks import deep
 from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +23,7 @@ from torch_tp2d import Colwise2D, Local2D, Rowwise2D
 from torch_tp2d.plans import plan_for
 
 TOLERANCE = 1e-11
-GRIDS = [(2, 2), (1, 4), (4, 1), (2, 4)]
+GRIDS = [(2, 2), (1, 4), (4, 1), deep(2, 4)]
 Heads = tuple[int, ...]
 
 
@@ -194,7 +195,7 @@ def _patches(rows: int, columns: int) -> tuple[float, float]:
     return worst, share
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), deep(1, 4)])
 def test_a_patch_embedding(rows: int, columns: int) -> None:
     """Kernels that are not square, features and images that do not divide, the images' gradient."""
     for difference, share in world.run(rows * columns, _patches, rows, columns):

@@ -82,6 +82,7 @@ class TestScripts:
         assert len(losses(on_one_host)) == 3
         assert "up.weight      64x16  tp_row S(1), tp_col S(0)  32x8" in on_one_host
 
+    @pytest.mark.deep
     def test_sequence(self) -> None:
         output = torchrun(4, "sequence_tp2d_example.py", "--steps", 2, "--dtype", "fp64")
         assert agrees(output)
@@ -133,6 +134,7 @@ class TestManyNodes:
         assert agrees(output)
         assert losses(output) == losses(on_one_host)
 
+    @pytest.mark.deep
     def test_a_slurm_job(self, tmp_path: Path) -> None:
         """The job itself, under stand-ins for Slurm that take this machine for two nodes."""
         stand_ins = {

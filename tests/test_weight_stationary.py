@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import world
 from decode import Decoder, decode, plan, usual_plan
 from expecttest import TestCase
+from marks import deep
 from models import grid_mesh, relative
 from test_bytes import fake_grid
 from test_styles import (
@@ -295,7 +296,7 @@ def _decoded(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), (4, 1), deep(2, 3)])
 def test_a_decoder(rows: int, columns: int) -> None:
     """A token at a time, with a cache, and trained on a whole sequence."""
     no_difference(world.run(rows * columns, _decoded, rows, columns), TOLERANCE)
