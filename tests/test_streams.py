@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models import DOUBLE, grid_mesh, loss_of, relative
 from torch import Tensor, nn
@@ -166,3 +167,37 @@ def test_a_local_stream_of_unknown_origin_is_refused() -> None:
     for message in run(4, _unknown_memory):
         assert "is not this rank's part of the tokens (4, 12)" in message
         assert "or a DTensor" in message
+
+
+def _beside_another() -> str:
+    _, model = _pair(2, 2, True)
+    model(_ids(4, 8, 1), _ids(4, 12, 2))
+    torch.manual_seed(1)
+    reference = nn.Sequential(nn.Linear(HIDDEN, 12), nn.ReLU(), nn.Linear(12, HIDDEN)).to(DOUBLE)
+    x = torch.randn(2, 6, HIDDEN, dtype=DOUBLE)
+    plan = {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(use_local_output=False)}
+    result = []
+    row, column = divmod(dist.get_rank(), 2)
+    for mesh in (grid_mesh(2, 2), model.head.weight.device_mesh):
+        mlp = copy.deepcopy(reference)
+        torch_tp2d.parallelize_module(mlp, mesh, plan)
+        try:
+            y = mlp(x[row : row + 1, 3 * column : 3 * column + 3])
+            assert relative(y.full_tensor(), reference(x)) < 1e-12
+            result.append("right")
+        except ValueError as error:
+            result.append(str(error))
+    return "\n".join(result)
+
+
+def test_a_model_without_an_embedding_beside_one_that_has_one() -> None:
+    """Meshes that compare equal shared the sizes of the last tokens that were embedded.
+
+    A benchmark of a single block, run in a process where a whole model had run before, was
+    refused its input, and the message did not say whose tokens those were.
+    """
+    for message in run(4, _beside_another):
+        other, same = message.split("\n")
+        assert other == "right"
+        assert "of the tokens (4, 12) that were last embedded" in same
+        assert "a mesh of its own" in same

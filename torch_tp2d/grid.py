@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .comm import Axis, all_gather, move
 from .groups import is_gloo, own_group
@@ -105,13 +105,16 @@ class Tokens:
     wire; a shard that does not fit them is an error. The embedding, where every rank holds the
     whole ids, writes them, and so does each module that is handed tensors of known sizes: of an
     encoder and a decoder, or a block that is computed again for backward, the one that runs.
+
+    All slices of one ``init_device_mesh`` share them; another mesh has its own, though the two
+    compare equal, so that a model without an embedding can have one.
     """
 
     def __init__(self) -> None:
         self.shape: Sizes | None = None
 
 
-_tokens: WeakKeyDictionary[DeviceMesh, Tokens] = WeakKeyDictionary()
+_tokens = WeakIdKeyDictionary()
 
 
 class Grid:
@@ -126,7 +129,7 @@ class Grid:
         check_mesh(mesh)
         self.mesh = mesh
         self.axes: Axes = axes if isinstance(axes, str) or len(axes) > 1 else axes[0]
-        self.tokens = _tokens.setdefault(mesh, Tokens())
+        self.tokens: Tokens = _tokens.setdefault(mesh._get_root_mesh(), Tokens())
         if self.axes == TP_COL:
             self.row, self.col = _axis(mesh, TP_ROW), _axis(mesh, TP_COL)
         elif self.axes == TP_ROW:
@@ -241,8 +244,10 @@ class Grid:
                 return known[dim]
             raise ValueError(
                 f"dim {dim} of a local tensor of shape {tuple(x.shape)} in layout {layout} is not "
-                f"this rank's part of the tokens {known} on {describe_mesh(self.mesh)}: pass the "
-                f"part that the layout says, or a DTensor, which knows its own sizes"
+                f"this rank's part of the tokens {known} that were last embedded on "
+                f"{describe_mesh(self.mesh)}: pass the part that the layout says, or a DTensor, "
+                f"which knows its own sizes; a model with no embedding of its own, beside one that "
+                f"has one, can be given a mesh of its own by another init_device_mesh"
             )
         return self._exchange(x, dim, cuts)
 
