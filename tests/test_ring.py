@@ -256,14 +256,17 @@ class _Events(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _order() -> tuple[str, str, str, str]:
+def _order(**options: Any) -> tuple[str, str, str, str]:
     mesh = grid_mesh(2, 2)
     comm.PIECE_BYTES = 4 * 8 * 24  # a gather of the input in two rounds
     torch.manual_seed(0)
     several = parallelize_module(
         nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24)).double(),
         mesh,
-        {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(output_layouts=Shard(1))},
+        {
+            "0": Colwise2D(input_layouts=Shard(1), **options),
+            "2": Rowwise2D(output_layouts=Shard(1), **options),
+        },
     )
     mine = tokens(2, 4, 24).requires_grad_()
     seen = []
@@ -296,6 +299,22 @@ def test_the_order_of_events() -> None:
             "gg.xx.xxRSSS....RxsxsxSSS......",
             "GGGGGGg.gg....x.x...xsxs..",
             "gg.xx.xxRSSSRxsxsxSSS..........",
+        )
+
+
+def _order_resharded() -> tuple[str, str, str, str]:
+    return _order(reshard_after_forward=True)
+
+
+def test_the_order_of_events_when_weights_are_gathered_again() -> None:
+    """Backward: the last weight's gather starts with the gradient's, and so does the next one's.
+
+    Each module's gather began in its own backward, and was waited for at once.
+    """
+    for events in world.run(4, _order_resharded):
+        assert events[1::2] == (
+            "GGGggGGG....xx.xxRSSS....R...xsxsxSSS......",
+            "GGGggGGG....xx.xxRSSSR...xsxsxSSS..........",
         )
 
 

@@ -1,7 +1,7 @@
 """Gathering weights before they are needed, as FSDP2 does: the next modules' during this one.
 
-Which modules come next is what followed last time. Every rank has seen the same, so every rank
-starts the same gathers in the same order.
+Which modules come next is what followed last time; in backward, what ran before in this pass.
+Every rank has seen the same, so every rank starts the same gathers in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .comm import Pending
 
-__all__ = ["AHEAD", "Ready", "end", "fetch"]
+__all__ = ["AHEAD", "Ready", "Regather", "end", "fetch"]
 
 AHEAD = 4
 """How many modules ahead: the most gathered weights that wait for their turn."""
@@ -32,6 +32,53 @@ class Ready:
     moving: Pending
     made_from: tuple[Any, ...] = ()
 
+
+class Regather:
+    """A weight's gather for backward, if the forward's was not kept.
+
+    Those of one pass are a chain, from each to that of the module before it.
+    """
+
+    def __init__(self, shard: Tensor, gather: Callable[[Tensor], Pending]) -> None:
+        global _tail
+        self._shard, self._gather = shard.detach(), gather
+        self._moving: Pending | None = None
+        self._taken = False
+        module = None if _last is None else _last()
+        self._position = -1 if module is None else _position[module]
+        before = None if _tail is None else _tail()
+        # Weakly: the graph of a pass holds its chain, and nothing else does.
+        self._before = _tail if before is not None and before._position < self._position else None
+        _tail = ref(self)
+
+    def _start(self) -> bool:
+        if self._moving is None:
+            if self._taken or not self._shard.untyped_storage().size():
+                # FSDP2 has not gathered its part yet.
+                return False
+            self._moving = self._gather(self._shard)
+        return True
+
+    def take(self) -> Pending:
+        """This gather, started by now."""
+        moving, self._moving, self._taken = self._moving, None, True
+        return self._gather(self._shard) if moving is None else moving
+
+    def start_those_before(self) -> None:
+        """Start what backward comes to next: its gathers travel while this module computes."""
+        link: Regather | None = self
+        for _ in range(AHEAD):
+            link = None if link is None or link._before is None else link._before()
+            if link is None or not link._start():
+                break
+
+    def __del__(self) -> None:
+        if self._moving is not None:
+            # Backward has not come here; the collective has been started on every rank.
+            self._moving.wait()
+
+
+_tail: ref[Regather] | None = None
 
 _position: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _following: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...comm import Axis, Pending, all_reduce, reduce_scatter
 from ...deferred import Deferred, Gathering, Owed, Products, Transfer, settle, undeferred
-from ...prefetch import end
+from ...prefetch import Regather, end
 from . import collective
 from .collective import SQUARE, WHOLE, ab, abt, atb, prefetch
 
@@ -217,6 +217,10 @@ class _Linear(torch.autograd.Function):
                 kept, ctx.again = x.transfer.shard, x.transfer.again
             else:
                 x.transfer.shard = None
+        ctx.regather = None
+        if not op.keep_weight and ctx.needs_input_grad[0]:
+            cut = op.cut
+            ctx.regather = Regather(weight, lambda w: collective.prefetch(op.as_b(w), cut))
         ctx.save_for_backward(kept, b if op.keep_weight else weight)
         return y
 
@@ -230,13 +234,13 @@ class _Linear(torch.autograd.Function):
         grad = undeferred(grads[0])
         if ctx.again is not None and need_weight:
             x = Gathering(ctx.again.transfer(x))
-        moving = Pending(saved)
-        if need_x and not op.keep_weight:
-            moving = collective.prefetch(op.as_b(saved), cut)
+        moving = ctx.regather.take() if ctx.regather is not None and need_x else Pending(saved)
         partial: Tensor | None = None
         dx = dw = db = None
         if ctx.shards is not None:
             grad = Gathering(Transfer(grad, *ctx.shards))
+        if ctx.regather is not None:
+            ctx.regather.start_those_before()
         if need_x and not op.gathers_input:
             # What both products share is multiplied twice as it comes.
             dx, partial = ab_arriving(grad, moving.wait(), also=x if need_weight else None)
