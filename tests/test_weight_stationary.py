@@ -637,11 +637,15 @@ class TestArithmetic(TestCase):
                         rows=rows,
                         columns=columns,
                         keep_weight=keep,
-                        stream=stream,
+                        takes=takes,
+                        gives=gives,
                     )
-                    found = tuple(counter.total_bytes / WORD for counter in counted)
-                    self.assertEqual(found, tuple(traffic), (rule.style, dataflow, rows, columns))
-                    self.assertEqual(traffic.total, sum(found))
+                    case = rule.style, dataflow, rows, columns
+                    for counter, moved in zip(counted, traffic, strict=True):
+                        found = dict.fromkeys(("tp_row", "tp_col"), 0.0)
+                        for (axis, _), count in counter.bytes.items():
+                            found[axis] += count / WORD
+                        self.assertEqual(tuple(found.values()), tuple(moved), case)
 
     def test_no_weight_moves(self) -> None:
         """Traffic doubles with the tokens and has no part that stays: none is the weight's."""
@@ -675,19 +679,25 @@ class TestArithmetic(TestCase):
     def test_with_few_tokens_it_moves_far_less(self) -> None:
         sizes = {"in_features": 4096, "out_features": 4096, "rows": 2, "columns": 2}
         for rule in (rules.COLWISE, rules.ROWWISE):
-            usual = linear_traffic(rule, rule.dataflow, tokens=16, **sizes)
-            ours = linear_traffic(rule, STATIONARY, tokens=16, stream="transposed", **sizes)
-            self.assertLess(100 * ours.forward, usual.forward)
-            many = {"tokens": 65536, **sizes}
-            usual = linear_traffic(rule, rule.dataflow, **many)
-            ours = linear_traffic(rule, STATIONARY, stream="transposed", **many)
-            self.assertLess(usual.total, ours.total)
+
+            def total(dataflow: str, stream: Layout, tokens: int, rule: Any = rule) -> float:
+                ends = (stream, FEATURES) if rule is rules.COLWISE else (FEATURES, stream)
+                ways = dict(zip(("takes", "gives"), ends, strict=True))
+                return linear_traffic(rule, dataflow, tokens=tokens, **ways, **sizes).total
+
+            few, many = 16, 65536
+            usual, ours = total(rule.dataflow, TOKENS, few), total(STATIONARY, TRANSPOSED, few)
+            self.assertLess(100 * ours, usual)
+            usual, ours = total(rule.dataflow, TOKENS, many), total(STATIONARY, TRANSPOSED, many)
+            self.assertLess(usual, ours)
 
     def test_a_dataflow_of_another_style_is_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "Rowwise2D.*input_stationary.*output_stationary"):
             linear_traffic(
                 rules.ROWWISE,
                 "output_stationary",
+                takes=FEATURES,
+                gives=TOKENS,
                 tokens=1,
                 in_features=1,
                 out_features=1,
@@ -720,7 +730,8 @@ def test_gloo_moves_no_more_than_the_arithmetic() -> None:
         out_features=N,
         rows=2,
         columns=2,
-        stream="transposed",
+        takes=TRANSPOSED,
+        gives=FEATURES,
     )
     assert set(world.run(4, _on_gloo, style)) == {traffic.total * WORD}
 

@@ -57,6 +57,8 @@ PIECE_BYTES = 256 * 1024
 Whole, 4 MB to and fro between two ranks took 2.0 times bytes/rate; in 8 pieces 1.09, in 16 1.02.
 """
 
+ROUND_SECONDS = 0.3e-3
+"""What one round of the ring algorithm costs a rank beside its product, on gloo."""
 
 ROUNDS = 4
 """The most rounds of the ring algorithm where nothing is cut for the wire's sake.

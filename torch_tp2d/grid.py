@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .comm import Axis, all_gather, move
 from .groups import is_gloo, own_group
-from .layouts import TP_COL, TP_ROW, Layout, normalize
+from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
 
 __all__ = ["Grid", "Sizes", "check_mesh", "describe_mesh"]
 
@@ -367,7 +367,7 @@ class Grid:
             if _moves(dim, src, dst):
                 known = None if shape is None else shape[dim]
                 extents[dim] = self.extent(x, dim, src, features) if known is None else known
-        for step_src, step_dst, on_col in _steps(src, dst):
+        for step_src, step_dst, on_col in steps(src, dst):
             axis = self.col if on_col else self.row
             here, there = step_src[on_col], step_dst[on_col]
             final = step_dst[on_col] == dst[on_col] and isinstance(there, Replicate)
@@ -398,43 +398,6 @@ def _shards(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard) and placement.dim == dim
 
 
-def _gathers(src: Placement, dst: Placement) -> bool:
-    return isinstance(src, Shard) and isinstance(dst, Replicate)
-
-
 def _moves(dim: int, src: Layout, dst: Layout) -> bool:
     """Whether some axis starts or stops sharding ``dim``."""
     return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
-
-
-def _steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
-    """The axis-by-axis way from ``src`` to ``dst``: ``(before, after, whether on tp_col)``.
-
-    Sums are reduced first and ``tp_col`` gathers last, since both make what travels on the other
-    axis smaller. Where both axes shard one dim the shard of ``tp_col`` lies inside that of
-    ``tp_row``, so ``tp_row`` may only change while ``tp_col`` does not shard that dim.
-    """
-    row_changes = src[0] != dst[0]
-    row_dims = {p.dim for p in (src[0], dst[0]) if isinstance(p, Shard)} if row_changes else set()
-    steps: list[tuple[Layout, Layout, int]] = []
-    now = src
-
-    def step(to: Layout, on_col: int) -> None:
-        nonlocal now
-        steps.append((now, to, on_col))
-        now = to
-
-    inside_now = isinstance(now[1], Shard) and now[1].dim in row_dims
-    inside_then = isinstance(dst[1], Shard) and dst[1].dim in row_dims
-    if inside_now:
-        step((now[0], Replicate() if inside_then else dst[1]), 1)
-        step((dst[0], now[1]), 0)
-        if inside_then:
-            step(dst, 1)
-    elif inside_then or src[0].is_partial() or (row_changes and _gathers(src[1], dst[1])):
-        step((dst[0], now[1]), 0)
-        step(dst, 1)
-    else:
-        step((now[0], dst[1]), 1)
-        step(dst, 0)
-    return steps

@@ -44,6 +44,7 @@ __all__ = [
     "normalize",
     "reduced",
     "row_layout",
+    "steps",
     "token_layout",
 ]
 
@@ -140,6 +141,40 @@ def normalize(layout: Layout, ndim: int) -> Layout:
         return Shard(dim)
 
     return front(layout[0]), front(layout[1])
+
+
+def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
+    """The axis-by-axis way from ``src`` to ``dst``: ``(before, after, whether on tp_col)``.
+
+    Sums are reduced first and ``tp_col`` gathers last, since both make what travels on the other
+    axis smaller. Where both axes shard one dim the shard of ``tp_col`` lies inside that of
+    ``tp_row``, so ``tp_row`` may only change while ``tp_col`` does not shard that dim.
+    """
+    row_changes = src[0] != dst[0]
+    gathers_col = isinstance(src[1], Shard) and isinstance(dst[1], Replicate)
+    row_dims = {p.dim for p in (src[0], dst[0]) if isinstance(p, Shard)} if row_changes else set()
+    taken: list[tuple[Layout, Layout, int]] = []
+    now = src
+
+    def step(to: Layout, on_col: int) -> None:
+        nonlocal now
+        taken.append((now, to, on_col))
+        now = to
+
+    inside_now = isinstance(now[1], Shard) and now[1].dim in row_dims
+    inside_then = isinstance(dst[1], Shard) and dst[1].dim in row_dims
+    if inside_now:
+        step((now[0], Replicate() if inside_then else dst[1]), 1)
+        step((dst[0], now[1]), 0)
+        if inside_then:
+            step(dst, 1)
+    elif inside_then or src[0].is_partial() or (row_changes and gathers_col):
+        step((dst[0], now[1]), 0)
+        step(dst, 1)
+    else:
+        step((now[0], dst[1]), 1)
+        step(dst, 0)
+    return taken
 
 
 def check_row_dim(row_dim: int) -> None:

@@ -31,6 +31,8 @@ from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
 from .ops.matmul.stationary import StationaryOp, stationary2d
 from .ops.norm import norm2d
 from .ops.patches import patches
+from .planner.choice import LinearCase, choose_algorithm, choose_dataflow
+from .planner.rates import Rates, measured
 from .prefetch import Ready, fetch
 from .recognise import (
     describe_module,
@@ -375,8 +377,13 @@ class _MatmulStyle(GridStyle):
         if is_patch_embedding(module):
             return _PatchRunner(self, module, grid, self._weight_layout(module))
         if not is_embedding(module):
-            kind = _StationaryRunner if self.dataflow == STATIONARY else _LinearRunner
-            return kind(self, module, grid)
+            if self.dataflow == STATIONARY:
+                return _StationaryRunner(self, module, grid)
+            rates = measured(grid.mesh, grid.row, grid.col) if grid.axes == TP_COL else None
+            own = _LinearRunner(self, module, grid, rates)
+            if rates is None or self.dataflow != "auto" or not self.shards_over_row:
+                return own
+            return _ChoosingRunner(own, _StationaryRunner(self, module, grid), self, rates)
         given_in, given_out, _ = self.given_layouts
         return EmbeddingRunner(
             self.rule.style,
@@ -408,7 +415,7 @@ class _MatmulStyle(GridStyle):
 
 
 class _LinearRunner(Runner):
-    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid) -> None:
+    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid, rates: Rates | None) -> None:
         self.style = style.rule.style
         transposed = is_conv1d(module)
         out_features, in_features = (
@@ -417,7 +424,7 @@ class _LinearRunner(Runner):
         gathers = style.rule.gathers_input
         name = style.algorithm
         if name == "auto":
-            name = "ring" if grid.col.is_gloo or style.regather_input else "collective"
+            name = "ring" if style.regather_input else choose_algorithm(grid.col.is_gloo, rates)
         algorithm = ALGORITHMS[name]
         self.in_rounds = name == "ring"
         self.may_reshard = style.reshard_after_forward is None
@@ -561,6 +568,45 @@ class _StationaryRunner(Runner):
             # The weight is not to move, so the few tokens' features do.
             y, _ = deal_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
         return y
+
+
+class _ChoosingRunner(Runner):
+    """Chooses the dataflow by the number of tokens, which every rank knows, each time."""
+
+    def __init__(
+        self, own: _LinearRunner, stationary: _StationaryRunner, style: _MatmulStyle, rates: Rates
+    ) -> None:
+        self.style = own.style
+        self.grid, self.rates = own.grid, rates
+        self.own, self.stationary = own, stationary
+        self.case = LinearCase(
+            rule=style.rule,
+            takes=style.input_layouts,
+            gives=style.output_layouts,
+            in_features=own.in_features,
+            out_features=own.out_features,
+            rows=own.grid.row.size,
+            columns=own.grid.col.size,
+            overlaps=own.in_rounds,
+            keeps_weight=None if own.may_reshard else own.op.keep_weight,
+        )
+        self.chosen: dict[tuple[int, int, bool], str] = {}
+
+    def prepare(self, module: Any) -> Ready | None:
+        return self.own.prepare(module)
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        tokens = self.grid.tokens_of(x)
+        if tokens is None or torch.compiler.is_compiling():
+            return self.own.run(module, forward, x)
+        key = math.prod(tokens), x.element_size(), torch.is_grad_enabled()
+        dataflow = self.chosen.get(key)
+        if dataflow is None:
+            count, itemsize, backward = key
+            dataflow = choose_dataflow(self.case, count, itemsize, self.rates, backward=backward)
+            self.chosen[key] = dataflow
+        stays = dataflow == STATIONARY
+        return (self.stationary if stays else self.own).run(module, forward, x)
 
 
 class EmbeddingRunner(Runner):

@@ -2,46 +2,94 @@
 
 For ``Y[M, N] = X[M, K] @ W[N, K]^T`` on R x C = ``tp_row`` x ``tp_col``, M the tokens of the whole
 grid. An all-gather or a reduce-scatter of a tensor along an axis of size A gives each device
-``(A-1)/A`` of its elements, and so does the all-to-all that takes it from one layout to another.
+``(A-1)/A`` of its elements, and so does the all-to-all that takes it from one layout to another;
+an all-reduce gives twice that.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from ..layouts import STATIONARY, MatmulRule
+from ..layouts import STATIONARY, Layout, MatmulRule, normalize, steps
 
-__all__ = ["Traffic", "linear_traffic"]
-
-Stream = Literal["token", "transposed"]
+__all__ = ["LinearTraffic", "Traffic", "layout_traffic", "linear_traffic"]
 
 
 class Traffic(NamedTuple):
-    """Elements that a device receives."""
+    """Elements that a device receives along each axis."""
 
-    forward: float
-    backward: float
+    row: float = 0.0
+    col: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.forward + self.backward
+        return self.row + self.col
+
+
+class LinearTraffic(NamedTuple):
+    """Of one Linear's two passes."""
+
+    forward: Traffic
+    backward: Traffic
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+
+def _received(before: Placement, after: Placement, held: float, size: int) -> tuple[float, float]:
+    """Of one axis' change of layout, forward and backward; ``held`` elements a device before."""
+    if before == after or size == 1:
+        return 0.0, 0.0
+    others = held * (size - 1)
+    if isinstance(before, Shard):
+        moved = others if isinstance(after, Replicate) else others / size
+        return moved, moved
+    if isinstance(before, Partial):
+        return (2 * others / size, 0.0) if isinstance(after, Replicate) else (others / size,) * 2
+    return 0.0, others / size
+
+
+def layout_traffic(
+    src: Layout, dst: Layout, elements: int, rows: int, columns: int
+) -> LinearTraffic:
+    """Elements received per device in taking ``x[batch, sequence, features]`` to another layout.
+
+    Args:
+        elements: of the whole tensor.
+    """
+    sums = [[0.0, 0.0], [0.0, 0.0]]
+    for before, after, on_col in steps(normalize(src, 3), normalize(dst, 3)):
+        held = elements
+        for placement, size in zip(before, (rows, columns), strict=True):
+            held = held / size if isinstance(placement, Shard) else held
+        moved = _received(before[on_col], after[on_col], held, (rows, columns)[on_col])
+        for backward, received in enumerate(moved):
+            sums[backward][on_col] += received
+    return LinearTraffic(Traffic(*sums[0]), Traffic(*sums[1]))
 
 
 def linear_traffic(
     rule: MatmulRule,
     dataflow: str,
     *,
+    takes: Layout,
+    gives: Layout,
     tokens: int,
     in_features: int,
     out_features: int,
     rows: int,
     columns: int,
     keep_weight: bool = False,
-    stream: Stream = "token",
-) -> Traffic:
+) -> LinearTraffic:
     """Elements received per device by one Linear, with no bias, forward and backward.
+
+    Between the layouts that suit them, the residual stream ``(Shard(0), Shard(1))``, or for weight
+    stationary its transposed ``(Shard(-1), Shard(1))``, on one side and the feature layout
+    ``(Shard(0), Shard(-1))`` on the other:
 
     ====================  =============================================================
     dataflow              forward
@@ -53,24 +101,15 @@ def linear_traffic(
     ====================  =============================================================
 
     Backward moves the same for the tokens. A weight that moved moves again, unless it was kept,
-    and its gradient does; one that stays has a gradient that stays.
-
-    Colwise2D takes the residual stream (tokens over both axes or, transposed, tokens over
-    ``tp_col`` and hidden over ``tp_row``) and gives the feature layout, Rowwise2D the other way
-    round, Block2DParallel the feature layout to both. A dataflow whose own residual stream is not
-    ``stream`` pays ``(R-1)/R`` of a shard for the way from one to the other, each way.
-
-    Where tokens are whole instead of split (``(Shard(-1), Replicate())`` for a single token,
-    ``(Replicate(), Shard(-1))`` between the two Linears of an MLP) the producer all-reduces, twice
-    what it would reduce-scatter, and the consumer gathers nothing: between one producer and one
-    consumer, as much in sum.
+    and its gradient does; one that stays has a gradient that stays. From and to any other layouts
+    tokens take the way that :meth:`torch_tp2d.grid.Grid.redistribute` takes.
 
     Args:
         rule: the style's, :data:`torch_tp2d.layouts.COLWISE`, ``ROWWISE`` or ``BLOCK``.
         dataflow: the rule's own, or ``"weight_stationary"``.
+        takes, gives: layout of X and of Y.
         tokens: M, batch times sequence, of the whole grid.
         keep_weight: the gathered weight is kept for backward (``reshard_after_forward=False``).
-        stream: the layout of the residual stream; means nothing for Block2DParallel.
 
     Raises:
         ValueError: for a dataflow that the rule does not have.
@@ -79,27 +118,32 @@ def linear_traffic(
 
     Example::
 
-        >>> linear_traffic(COLWISE, "weight_stationary", tokens=1, in_features=4096,
-        ...                out_features=4096, rows=2, columns=2, stream="transposed")
-        Traffic(forward=2048.0, backward=2048.0)
+        >>> moved = linear_traffic(COLWISE, "weight_stationary", takes=(Shard(-1), Shard(1)),
+        ...                        gives=(Shard(0), Shard(-1)), tokens=1, in_features=4096,
+        ...                        out_features=4096, rows=2, columns=2)
+        >>> moved.forward, moved.backward
+        (Traffic(row=1024.0, col=1024.0), Traffic(row=1024.0, col=1024.0))
     """
     if dataflow not in (rule.dataflow, STATIONARY):
         raise ValueError(
             f'{rule.style} has dataflow "{rule.dataflow}" or "{STATIONARY}", not {dataflow!r}'
         )
-    on_row, on_col = (rows - 1) / rows, (columns - 1) / columns
-    stays = dataflow == STATIONARY
-    takes_stream = rule.gathers_input
-    residual = tokens * (in_features if takes_stream else out_features)
-    inner = tokens * (out_features if takes_stream else in_features)
-    # On tp_col the residual stream is gathered, or summed; on tp_row the weight or the rest.
-    moved = on_col * residual / rows
-    if stays:
-        moved += on_row * inner / columns
-    if takes_stream and isinstance(rule.input_col, Shard):
-        # The feature layout: tp_col has to gather the features before tp_row can split them.
-        moved += on_row * residual / rows if stays else 0
-    elif stays != (stream == "transposed"):
-        moved += on_row * residual / (rows * columns)
-    weight = 0 if stays else on_row * in_features * out_features / columns
-    return Traffic(moved + weight, moved + weight * (1 if keep_weight else 2))
+    row = Shard(0)
+    weight = 0.0
+    operand, result = rule.stationary_input, rule.stationary_output
+    if dataflow != STATIONARY:
+        operand = row, Replicate() if rule.gathers_input else Shard(-1)
+        result = row, Shard(-1) if rule.gathers_input else Partial()
+        weight = (rows - 1) * in_features * out_features / (rows * columns)
+    ways = (
+        layout_traffic(takes, operand, tokens * in_features, rows, columns),
+        layout_traffic(result, gives, tokens * out_features, rows, columns),
+    )
+    forward, backward = (
+        Traffic(sum(way[part].row for way in ways), sum(way[part].col for way in ways))
+        for part in (0, 1)
+    )
+    again = weight if keep_weight else 2 * weight
+    return LinearTraffic(
+        forward._replace(row=forward.row + weight), backward._replace(row=backward.row + again)
+    )

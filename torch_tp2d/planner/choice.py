@@ -1,0 +1,95 @@
+"""What ``"auto"`` stands for: the algorithm and the dataflow of a Linear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..comm import PIECE_BYTES, ROUND_SECONDS
+from ..layouts import STATIONARY, Layout, MatmulRule
+from .cost import Traffic, linear_traffic
+from .rates import Rates
+
+__all__ = ["LinearCase", "choose_algorithm", "choose_dataflow", "linear_seconds"]
+
+ADVANTAGE = 0.9
+"""Another dataflow than the style's own is chosen if it takes this part of the time, or less."""
+
+
+def choose_algorithm(is_gloo: bool, rates: Rates | None) -> str:
+    """``ring`` where transfers take longer than what cutting them in rounds costs.
+
+    Off gloo ``collective``: rounds have not been measured there.
+    """
+    if not is_gloo:
+        return "collective"
+    if rates is None:
+        return "ring"
+    slowest = min(rates.row, rates.col)
+    return "ring" if slowest * ROUND_SECONDS < PIECE_BYTES else "collective"
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A Linear as its style lays it out on R x C ranks."""
+
+    rule: MatmulRule
+    takes: Layout
+    gives: Layout
+    in_features: int
+    out_features: int
+    rows: int
+    columns: int
+    overlaps: bool
+    """Whether the style's own dataflow hides transfers behind products."""
+    keeps_weight: bool | None
+    """Whether a gathered weight is kept for backward; None: if it is no larger than the input."""
+
+
+def linear_seconds(
+    case: LinearCase, dataflow: str, tokens: int, itemsize: int, rates: Rates, *, backward: bool
+) -> float:
+    """An estimate for a Linear: its products, and its transfers as far as these do not hide them.
+
+    Args:
+        tokens: batch times sequence, of the whole grid.
+        itemsize: bytes of an element.
+        backward: with backward.
+    """
+    keeps = case.keeps_weight
+    if keeps is None:
+        features = case.in_features if case.rule.gathers_input else case.in_features / case.columns
+        weight = case.in_features * case.out_features / case.columns
+        keeps = weight <= tokens / case.rows * features
+    moved = linear_traffic(
+        case.rule,
+        dataflow,
+        takes=case.takes,
+        gives=case.gives,
+        tokens=tokens,
+        in_features=case.in_features,
+        out_features=case.out_features,
+        rows=case.rows,
+        columns=case.columns,
+        keep_weight=keeps,
+    )
+
+    def transfer(traffic: Traffic) -> float:
+        return itemsize * (traffic.row / rates.row + traffic.col / rates.col)
+
+    wire = transfer(moved.forward) + (transfer(moved.backward) if backward else 0)
+    operations = (6 if backward else 2) * tokens * case.in_features * case.out_features
+    compute = operations / (case.rows * case.columns) / rates.flops
+    if case.overlaps and dataflow != STATIONARY:
+        return max(wire, compute)
+    return wire + compute
+
+
+def choose_dataflow(
+    case: LinearCase, tokens: int, itemsize: int, rates: Rates, *, backward: bool
+) -> str:
+    """The style's own dataflow, or ``"weight_stationary"`` where that is clearly faster."""
+    own, stays = (
+        linear_seconds(case, dataflow, tokens, itemsize, rates, backward=backward)
+        for dataflow in (case.rule.dataflow, STATIONARY)
+    )
+    return STATIONARY if stays <= ADVANTAGE * own else case.rule.dataflow

@@ -1,0 +1,85 @@
+"""What the machine does in a second, measured once for a mesh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..comm import Axis, all_gather, all_reduce
+
+__all__ = ["Rates", "measured"]
+
+PROBE_BYTES = 512 * 1024
+"""What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
+PROBE_SIDE = 384
+"""Of the square matrices that are multiplied to measure a rank: 0.1 GFLOP."""
+
+
+class Rates(NamedTuple):
+    """Of the slowest rank: bytes received a second along each axis, and operations a second.
+
+    An axis of one rank has none, and is infinitely fast.
+    """
+
+    row: float
+    col: float
+    flops: float
+
+
+_known = WeakIdKeyDictionary()
+
+
+def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
+    """The rates of a mesh, measured when they are first asked for. Every rank has the same.
+
+    To be asked for by all ranks of the mesh together. Of gloo only, whose links differ by far
+    from machine to machine; None elsewhere.
+    """
+    if not (row.is_gloo and col.is_gloo):
+        return None
+    root = mesh._get_root_mesh()
+    if root not in _known:
+        # Real numbers, whatever the model is made on.
+        with torch.device("cpu"), torch.no_grad():
+            _known[root] = _measure(row, col)
+    return _known[root]
+
+
+def _measure(row: Axis, col: Axis) -> Rates:
+    axes = [axis for axis in (row, col) if axis.size > 1]
+    matrix = torch.rand(PROBE_SIDE, PROBE_SIDE)
+    slowest = [_seconds(lambda: matrix @ matrix), 0.0, 0.0]
+    for axis in axes:
+        small, large = torch.zeros(1), torch.zeros(PROBE_BYTES // 4)
+        all_gather(small, 0, (1,) * axis.size, axis).wait()
+        sizes = (large.numel(),) * axis.size
+
+        def send(axis: Axis = axis, large: torch.Tensor = large, sizes: tuple = sizes) -> None:
+            all_gather(large, 0, sizes, axis).wait()
+
+        slowest[1 + (axis is col)] = _seconds(send)
+    agreed = torch.tensor(slowest, dtype=torch.float64)
+    for axis in axes:
+        agreed = all_reduce(agreed, axis, "max").wait()
+    compute, *transfers = agreed.tolist()
+    row_rate, col_rate = (
+        PROBE_BYTES * (axis.size - 1) / seconds if axis.size > 1 else float("inf")
+        for axis, seconds in zip((row, col), transfers, strict=True)
+    )
+    return Rates(row_rate, col_rate, 2 * PROBE_SIDE**3 / compute)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The better of two, after one that does not count."""
+    run()
+    taken = []
+    for _ in range(2):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
