@@ -18,6 +18,7 @@ from .comm import Axis, all_gather
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
 from .layouts import Layout, as_layout, check_row_dim, normalize
+from .ops.attention.block import attend_to_all
 from .ops.dropout import draw_key, drop, dropped
 from .recognise import describe_module
 from .styles import GridStyle, LayoutLike, Runner
@@ -216,23 +217,22 @@ class Masks:
             attn_mask = attn_mask.full_tensor()
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        index = self._index(scores, layout, None, shape)
-        if is_causal:
-            shown = index[-2].unsqueeze(-1) >= index[-1]
-            scores = scores.masked_fill(~shown, -torch.inf)
+        # Keys are whole here, and the only dim of the weights that a query does not have.
+        index = self._index(q, layout, None, shape)[:-1]
+        index.append(torch.arange(k.shape[-2], device=k.device))
         if attn_mask is not None:
-            attn_mask = attn_mask[(None,) * (scores.ndim - attn_mask.ndim)]
+            attn_mask = attn_mask[(None,) * (q.ndim - attn_mask.ndim)]
             for dim in (0, 1):
-                if attn_mask.shape[dim] not in (1, scores.shape[dim]):
+                if attn_mask.shape[dim] not in (1, q.shape[dim]):
                     attn_mask = attn_mask.index_select(dim, index[dim])
-            if attn_mask.dtype == torch.bool:
-                scores = scores.masked_fill(~attn_mask, -torch.inf)
-            else:
-                scores = scores + attn_mask
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(-1, dtype=wide).to(v.dtype)
-        y = drop(weights, dropped(next_key(self.grid), dropout_p, index), dropout_p) @ v
+        # Drawn by ranks without heads or queries too, which drop nothing.
+        drawn = next_key(self.grid)
+
+        def dropout(weights: Tensor) -> Tensor:
+            return drop(weights, dropped(drawn, dropout_p, index), dropout_p)
+
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        y = attend_to_all(q, k, v, attn_mask, is_causal, scale, dropout)
         if shape is None:
             return y
         return to_dtensor(y, layout, self.grid, (*shape[:-1], y.shape[-1]))
