@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.overrides import TorchFunctionMode
 
 from .comm import Axis, all_gather
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
+from .intercept import Intercept
 from .layouts import Layout, as_layout, check_row_dim, normalize
 from .ops.attention.block import attend_to_all
 from .ops.dropout import draw_key, drop, dropped
@@ -188,11 +188,15 @@ class Masks:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``scaled_dot_product_attention`` with dropout, of whole sequences and some heads.
+        """``scaled_dot_product_attention``, with dropout of whole sequences and some heads.
 
-        The weights are written out, as torch itself does on a CPU: ``[batch, heads, queries,
-        keys]`` of this rank's share of the batch and heads.
+        For dropout the weights are written out, as torch itself does on a CPU: ``[batch, heads,
+        queries, keys]`` of this rank's share of the batch and heads.
         """
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if isinstance(query, DTensor):
             here = tuple(query.placements)
             if any(tuple(x.placements) != here for x in (key, value)) or any(  # type: ignore[attr-defined]
@@ -381,34 +385,8 @@ class _InsideRunner(Runner):
         values = (getattr(module, name, 0.0) for name in self.rates)
         if not module.training or not any(getattr(value, "p", value) for value in values):
             return forward(*args, **kwargs)
-        with _Intercept(self.masks):
+        with Intercept(self.masks.drop, self.masks.attention):
             return forward(*args, **kwargs)
-
-
-class _Intercept(TorchFunctionMode):
-    def __init__(self, masks: Masks) -> None:
-        super().__init__()
-        self.masks = masks
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            if rate > 0.0:
-                return self.masks.attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        dropped = self.masks.drop(input, p)
-        return input.copy_(dropped) if inplace else dropped
 
 
 def _like(x: DTensor, local: Tensor) -> DTensor:

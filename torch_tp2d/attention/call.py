@@ -32,6 +32,7 @@ class Call:
     def __init__(self, runner: AttentionRunner, module: nn.Module, tokens: Tokens) -> None:
         self.runner, self.module, self.tokens = runner, module, tokens
         self.grid = runner.grid
+        self.happened = False
 
     def refuse(self, why: str) -> ValueError:
         return ValueError(
@@ -49,6 +50,7 @@ class Call:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        self.happened = True
         runner, heads = self.runner, self.runner.heads
         if attn_mask is not None and is_causal:
             raise self.refuse("attention takes an explicit mask or is_causal, not both")
@@ -112,18 +114,14 @@ class Call:
 
         return dropout
 
-    def drop(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
+    def drop(self, x: Tensor, p: float) -> Tensor:
         """What the module gets for ``torch.nn.functional.dropout``."""
-        if not training or p == 0.0:
-            return input
-        if isinstance(input, DTensor) or input.ndim != 4:
-            return self.runner.masks.drop(input, p)
+        if isinstance(x, DTensor) or x.ndim != 4:
+            return self.runner.masks.drop(x, p)
         heads = self.runner.heads
         if heads is None:
-            heads = Heads(input.shape[1] * self.grid.col.size, 1, self.grid.col)
-        return self._dropout(p, heads)(input)
+            heads = Heads(x.shape[1] * self.grid.col.size, 1, self.grid.col)
+        return self._dropout(p, heads)(x)
 
     def _order(self, sizes: Sequence[int]) -> Order:
         return Order.balanced(sizes) if self.runner.balanced else Order.contiguous(sizes)

@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
-from torch.overrides import TorchFunctionMode
 
 from ..dropout import Masks
 from ..grid import Grid, describe_mesh
+from ..intercept import Intercept
 from ..recognise import describe_module
 from ..styles import Runner
 from .call import Call
@@ -22,25 +21,6 @@ if TYPE_CHECKING:
     from .style import Attention2D
 
 __all__ = ["AttentionRunner"]
-
-
-class _Intercept(TorchFunctionMode):
-    """Has a :class:`Call` compute ``scaled_dot_product_attention`` while it is entered."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.call = call
-        self.calls = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.dropout:
-            return self.call.drop(*args, **(kwargs or {}))
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.calls += 1
-        return self.call(*args, **(kwargs or {}))
 
 
 class AttentionRunner(Runner):
@@ -71,10 +51,10 @@ class AttentionRunner(Runner):
         args = tuple(tokens.enter(value, name) for value, name in zip(args, names, strict=False))
         kwargs = {name: tokens.enter(value, name) for name, value in kwargs.items()}
         self._check_keys(module)
-        intercept = _Intercept(Call(self, module, tokens))
-        with intercept:
+        call = Call(self, module, tokens)
+        with Intercept(call.drop, call):
             result = forward(*args, **kwargs)
-        why = "" if intercept.calls else self._cannot_do_without(module)
+        why = "" if call.happened else self._cannot_do_without(module)
         if why:
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} did not call "
