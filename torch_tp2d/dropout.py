@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from .base import GridStyle, LayoutLike, Runner
 from .comm import Axis, all_gather
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
@@ -21,7 +22,6 @@ from .layouts import Layout, as_layout, check_row_dim, normalize
 from .ops.attention.block import attend_to_all
 from .ops.dropout import draw_key, drop, dropped
 from .recognise import describe_module
-from .styles import GridStyle, LayoutLike, Runner
 
 __all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]
 

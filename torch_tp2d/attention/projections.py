@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ..base import LayoutLike
 from ..comm import Axis
 from ..ops.attention import Heads, check_groups
-from ..styles import Colwise2D, LayoutLike, Rowwise2D
+from ..styles import Colwise2D, Rowwise2D
 
 __all__ = ["Projections", "attention_projections"]
 
