@@ -48,8 +48,11 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from torch_tp2d import planner
     from torch_tp2d.groups import BACKEND
 
+    # What "auto" stands for must not depend on how busy this machine is.
+    planner.assume(None)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

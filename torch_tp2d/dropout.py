@@ -12,15 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.overrides import TorchFunctionMode
 
+from .base import GridStyle, LayoutLike, Runner
 from .comm import Axis, all_gather
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
+from .intercept import Intercept
 from .layouts import Layout, as_layout, check_row_dim, normalize
+from .ops.attention.block import attend_to_all
 from .ops.dropout import draw_key, drop, dropped
 from .recognise import describe_module
-from .styles import GridStyle, LayoutLike, Runner
 
 __all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]
 
@@ -187,11 +188,15 @@ class Masks:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``scaled_dot_product_attention`` with dropout, of whole sequences and some heads.
+        """``scaled_dot_product_attention``, with dropout of whole sequences and some heads.
 
-        The weights are written out, as torch itself does on a CPU: ``[batch, heads, queries,
-        keys]`` of this rank's share of the batch and heads.
+        For dropout the weights are written out, as torch itself does on a CPU: ``[batch, heads,
+        queries, keys]`` of this rank's share of the batch and heads.
         """
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if isinstance(query, DTensor):
             here = tuple(query.placements)
             if any(tuple(x.placements) != here for x in (key, value)) or any(  # type: ignore[attr-defined]
@@ -216,23 +221,22 @@ class Masks:
             attn_mask = attn_mask.full_tensor()
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        index = self._index(scores, layout, None, shape)
-        if is_causal:
-            shown = index[-2].unsqueeze(-1) >= index[-1]
-            scores = scores.masked_fill(~shown, -torch.inf)
+        # Keys are whole here, and the only dim of the weights that a query does not have.
+        index = self._index(q, layout, None, shape)[:-1]
+        index.append(torch.arange(k.shape[-2], device=k.device))
         if attn_mask is not None:
-            attn_mask = attn_mask[(None,) * (scores.ndim - attn_mask.ndim)]
+            attn_mask = attn_mask[(None,) * (q.ndim - attn_mask.ndim)]
             for dim in (0, 1):
-                if attn_mask.shape[dim] not in (1, scores.shape[dim]):
+                if attn_mask.shape[dim] not in (1, q.shape[dim]):
                     attn_mask = attn_mask.index_select(dim, index[dim])
-            if attn_mask.dtype == torch.bool:
-                scores = scores.masked_fill(~attn_mask, -torch.inf)
-            else:
-                scores = scores + attn_mask
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(-1, dtype=wide).to(v.dtype)
-        y = drop(weights, dropped(next_key(self.grid), dropout_p, index), dropout_p) @ v
+        # Drawn by ranks without heads or queries too, which drop nothing.
+        drawn = next_key(self.grid)
+
+        def dropout(weights: Tensor) -> Tensor:
+            return drop(weights, dropped(drawn, dropout_p, index), dropout_p)
+
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        y = attend_to_all(q, k, v, attn_mask, is_causal, scale, dropout)
         if shape is None:
             return y
         return to_dtensor(y, layout, self.grid, (*shape[:-1], y.shape[-1]))
@@ -381,34 +385,8 @@ class _InsideRunner(Runner):
         values = (getattr(module, name, 0.0) for name in self.rates)
         if not module.training or not any(getattr(value, "p", value) for value in values):
             return forward(*args, **kwargs)
-        with _Intercept(self.masks):
+        with Intercept(self.masks.drop, self.masks.attention):
             return forward(*args, **kwargs)
-
-
-class _Intercept(TorchFunctionMode):
-    def __init__(self, masks: Masks) -> None:
-        super().__init__()
-        self.masks = masks
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            if rate > 0.0:
-                return self.masks.attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        dropped = self.masks.drop(input, p)
-        return input.copy_(dropped) if inplace else dropped
 
 
 def _like(x: DTensor, local: Tensor) -> DTensor:

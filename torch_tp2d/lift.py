@@ -19,12 +19,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from .base import GridStyle, Runner
 from .edges import gather_for_module, to_dtensor
 from .grid import Axes, Grid
 from .layouts import TP_COL, Layout, check_row_dim, normalize
 from .recognise import describe_module
 from .replicate import WholeRunner
-from .styles import Colwise2D, GridStyle, Rowwise2D, Runner
+from .styles import Colwise2D, Rowwise2D
 
 __all__ = ["Lifted"]
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .base import GridStyle, Runner, local_shard
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
 from .layouts import Layout, normalize, row_layout
 from .recognise import describe_module
 from .replicate import SumGrads
-from .styles import GridStyle, Runner, local_shard
 
 __all__ = ["Local2D"]
 

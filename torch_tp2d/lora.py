@@ -16,12 +16,13 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .base import GridStyle
 from .dropout import Dropout2D
 from .layouts import STATIONARY, Layout
 from .lift import Lifted
 from .recognise import describe_module
 from .replicate import Replicate
-from .styles import Block2DParallel, Colwise2D, GridStyle, Rowwise2D
+from .styles import Block2DParallel, Colwise2D, Rowwise2D
 
 __all__ = ["is_adapted", "parts"]
 

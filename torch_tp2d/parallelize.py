@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .base import GridStyle, take_off_grid, tied_message
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
@@ -25,14 +26,7 @@ from .lora import is_adapted
 from .lora import parts as adapted_parts
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate, WholeRunner
-from .styles import (
-    Block2DParallel,
-    Colwise2D,
-    GridStyle,
-    Rowwise2D,
-    take_off_grid,
-    tied_message,
-)
+from .styles import Block2DParallel, Colwise2D, Rowwise2D
 
 __all__ = ["parallelize_module"]
 

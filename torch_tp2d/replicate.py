@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from .base import GridStyle, LayoutLike, Runner, local_shard
 from .comm import Axis, all_reduce
 from .edges import to_dtensor
+from .embedding import EmbeddingRunner
 from .grid import Grid
 from .layouts import Layout, as_layout, check_row_dim, normalize
 from .recognise import is_embedding
-from .styles import EmbeddingRunner, GridStyle, LayoutLike, Runner, local_shard
 
 __all__ = ["Replicate", "SumGrads", "WholeRunner"]
 

@@ -1,47 +1,33 @@
-"""The parallel styles: which layouts a module takes and gives, and which op computes it.
+"""The matmul styles: which layouts a module takes and gives, and which op computes it.
 
-A style shards the module's parameters over the mesh and puts a class of its own in front of the
-module's, so that ``forward`` runs an op of :mod:`torch_tp2d.ops` on local shards. The module
-keeps its identity: ``isinstance``, parameter names and hooks are as before.
+What every style is made of (:mod:`torch_tp2d.base`) and :class:`Norm2D` can be had from here too.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import layouts
+from .base import GridStyle, LayoutLike, Runner, local_shard
 from .comm import deal_grad
-from .edges import enter, leave, to_dtensor
-from .grid import Axes, Grid, Sizes, describe_mesh
+from .edges import enter, leave
+from .embedding import EmbeddingRunner, PatchRunner
+from .grid import Grid, Sizes, describe_mesh
 from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
-from .ops.embedding import embedding2d
+from .norm import Norm2D
 from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
 from .ops.matmul.stationary import StationaryOp, stationary2d
-from .ops.norm import norm2d
-from .ops.patches import patches
 from .planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from .planner.rates import Rates, measured
 from .prefetch import Ready, fetch
-from .recognise import (
-    describe_module,
-    is_conv1d,
-    is_embedding,
-    is_linear,
-    is_patch_embedding,
-    norm_of,
-)
+from .recognise import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
 
 __all__ = [
     "Block2DParallel",
@@ -52,160 +38,6 @@ __all__ = [
     "Rowwise2D",
     "Runner",
 ]
-
-LayoutLike = Placement | Sequence[Placement] | None
-
-
-class GridStyle(ParallelStyle):
-    """A style that is at home on a ``("tp_row", "tp_col")`` mesh.
-
-    ``check`` and ``param_layouts`` run before anything is changed or communicated, so that a plan
-    with a mistake in it fails whole, on every rank.
-    """
-
-    axes: Axes = TP_COL
-    is_hook: bool = False
-    """Whether the module goes on running as it is, and so may have another style beside."""
-    places_inside: bool = True
-    """Whether the parameters of all modules inside are the style's business."""
-
-    def check(self, module: nn.Module, grid: Grid) -> None:
-        """Refuse a module that this style cannot parallelize on this grid.
-
-        Raises:
-            TypeError: for a module of the wrong kind, or parameters that are not floating point.
-            ValueError: for parameters that are on a mesh already, and as the style says.
-        """
-        if isinstance(module, _OnGrid):
-            raise ValueError(
-                f"{describe_module(module)} has a style already ({module._tp2d.style}): name it "
-                f"in one plan entry"
-            )
-        for name, param in module.named_parameters():
-            if not param.is_floating_point():
-                raise TypeError(
-                    f"{describe_module(module)}: {name} has dtype {param.dtype}, but a 2-D style "
-                    f"needs floating point parameters: leave the module out of the plan"
-                )
-            if isinstance(param, DTensor) and param.device_mesh != grid.mesh:
-                raise ValueError(
-                    f"{describe_module(module)}: {name} of shape {tuple(param.shape)} is a DTensor "
-                    f"on mesh {describe_mesh(param.device_mesh)} already, but the style is on "
-                    f"{describe_mesh(grid.mesh)}: apply the 2-D plan first, then fully_shard"
-                )
-
-    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
-        """The module, name and (row, col) layout of each parameter that this style places."""
-        return iter(())
-
-    @abstractmethod
-    def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        """What the module's forward becomes; made before its parameters are placed."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        grid = Grid(device_mesh, self.axes)
-        self.check(module, grid)
-        runner = self.runner(module, grid)
-        for owner, name, layout in list(self.param_layouts(module)):
-            place_parameter(owner, name, grid, layout, self.src_data_rank)
-        put_on_grid(module, runner)
-        return module
-
-
-def place_parameter(
-    module: nn.Module, name: str, grid: Grid, layout: Layout, src_data_rank: int | None
-) -> None:
-    """Make a parameter a DTensor on the mesh. Modules that shared it go on sharing it.
-
-    Raises:
-        ValueError: if a module that shares the parameter wants it in another layout.
-    """
-    param = getattr(module, name)
-    placements = tuple(grid.placements(layouts.normalize(layout, param.ndim)))
-    if isinstance(param, DTensor):
-        if tuple(param.placements) != placements:
-            raise ValueError(
-                f"{describe_module(module)}: {name} is placed {param.placements} on the mesh "
-                f"already, but this style wants {placements}: name the module in one plan entry"
-            )
-        return
-    placed: Any = getattr(param, "_tp2d_placed", None)
-    if placed is not None and placed.device_mesh == grid.mesh:
-        if tuple(placed.placements) != placements:
-            raise ValueError(tied_message(module, name, placements, placed.placements))
-    else:
-        placed = nn.Parameter(
-            distribute_tensor(param, grid.mesh, placements, src_data_rank=src_data_rank),
-            requires_grad=param.requires_grad,
-        )
-        # On the old parameter, which lives as long as another module still holds it.
-        param._tp2d_placed = placed
-    module.register_parameter(name, placed)
-
-
-def tied_message(
-    module: nn.Module, name: str, wanted: Sequence[Placement], other: Sequence[Placement]
-) -> str:
-    return (
-        f"{describe_module(module)}: its {name} is tied to another module's, which is placed "
-        f"{tuple(other)} on the mesh, but this style wants {tuple(wanted)}: give tied modules "
-        f"styles of one layout (an embedding Rowwise2D and its head Colwise2D), or untie them"
-    )
-
-
-class Runner:
-    """What a styled module does in forward. Immutable, and shared by copies of the module."""
-
-    style: str
-    by_default = False
-    """Whether no plan entry asked for it, so that a later one may replace it."""
-
-    def __deepcopy__(self, memo: Any) -> Runner:
-        return self
-
-    def installed(self, module: nn.Module) -> None:
-        """The module runs on the grid from now on, with its parameters placed.
-
-        Called again before its first forward: loading may have made other parameters.
-        """
-
-    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module on the grid; ``forward`` is the module's own."""
-        raise NotImplementedError
-
-
-class _OnGrid:
-    """Put in front of a module's class by a style."""
-
-    _tp2d: Runner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
-
-
-_classes: dict[tuple[str, type], type] = {}
-
-
-def put_on_grid(module: nn.Module, runner: Runner) -> None:
-    """Make the module's forward the runner's."""
-    kind = type(module)
-    if (runner.style, kind) not in _classes:
-        name = f"{runner.style}{kind.__name__}"
-        _classes[runner.style, kind] = type(name, (_OnGrid, kind), {})
-    object.__setattr__(module, "_tp2d", runner)
-    module.__class__ = _classes[runner.style, kind]
-    runner.installed(module)
-
-
-def take_off_grid(module: nn.Module) -> None:
-    """Give the module its own class back."""
-    module.__class__ = type(module).__mro__[2]
-    del module._tp2d
-
-
-def local_shard(param: Any) -> Any:
-    """A parameter's shard; its gradient comes back as a DTensor placed like the parameter."""
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 class _MatmulStyle(GridStyle):
@@ -375,7 +207,7 @@ class _MatmulStyle(GridStyle):
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         if is_patch_embedding(module):
-            return _PatchRunner(self, module, grid, self._weight_layout(module))
+            return PatchRunner(self, module, grid, self._weight_layout(module))
         if not is_embedding(module):
             if self.dataflow == STATIONARY:
                 return _StationaryRunner(self, module, grid)
@@ -609,116 +441,6 @@ class _ChoosingRunner(Runner):
         return (self.stationary if stays else self.own).run(module, forward, x)
 
 
-class EmbeddingRunner(Runner):
-    """Looks up this rank's part of the vocabulary and brings the result into its layout."""
-
-    def __init__(
-        self,
-        style: str,
-        module: Any,
-        grid: Grid,
-        *,
-        weight: Layout,
-        row_dim: int,
-        given_in: LayoutLike,
-        given_out: LayoutLike,
-        default_col: Placement,
-        use_local_output: bool,
-        grad_layouts: Layout | None,
-    ) -> None:
-        self.style = style
-        self.grid = grid
-        self.row_dim = row_dim
-        vocab, self.hidden = module.weight.shape
-        # Ids are whole everywhere unless a pair says otherwise.
-        self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
-        self.given_out = given_out
-        self.default_col = default_col
-        self.use_local_output, self.grad_layouts = use_local_output, grad_layouts
-        # A dim of the weight that is split leaves the vocabulary partial, or the hidden dim cut.
-        on_row, on_col = (
-            Partial() if p == Shard(0) else Shard(-1) if isinstance(p, Shard) else Replicate()
-            for p in weight
-        )
-        self.result: Layout = on_row, on_col
-        self.vocab_start = 0
-        for axis, placement in zip((grid.row, grid.col), weight, strict=True):
-            if isinstance(placement, Shard) and placement.dim == 0:
-                self.vocab_start = sum(axis.split(vocab)[: axis.index])
-
-    def _output_layout(self, ids: Tensor) -> Layout:
-        """Ids of one dim are positions, ``[sequence]``: they have no batch for tp_row to split."""
-        row: Placement = Shard(self.row_dim)
-        if ids.ndim == 1:
-            row = Replicate() if self.row_dim == 0 else Shard(0)
-        return as_layout(self.given_out, (row, self.default_col), row=row)
-
-    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        whole: Layout = Replicate(), Replicate()
-        ids = enter(x, self.declared, whole, self.grid, self.row_dim, None)
-        wanted = self._output_layout(ids)
-        if ids.ndim == 2 and isinstance(wanted[0], Shard):
-            self.grid.tokens.shape = tuple(ids.shape)
-        y = embedding2d(ids, local_shard(module.weight), self.vocab_start, module.padding_idx)
-        grads = self.grad_layouts
-        if grads is None and isinstance(wanted[0], Replicate):
-            # Every row adds these to tokens of its own, so each has a share of the gradient.
-            grads = Partial(), wanted[1]
-        return leave(
-            y,
-            self.result,
-            wanted,
-            self.grid,
-            self.hidden,
-            use_local_output=self.use_local_output,
-            grad_layouts=grads,
-            sizes=tuple(ids.shape),
-        )
-
-
-class _PatchRunner(Runner):
-    """Cuts this row's images into patches, and computes this column's features of each."""
-
-    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid, weight: Layout) -> None:
-        self.style = style.rule.style
-        self.grid = grid
-        self.weight_layout, self.weight_shape = weight, tuple(module.weight.shape)
-        given_in, given_out, _ = style.given_layouts
-        # Images are whole everywhere, as an embedding's ids are, unless a pair says otherwise.
-        self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
-        self.wanted_out = as_layout(given_out, (Shard(0), Shard(1)), row=Shard(0))
-        self.use_local_output = style.use_local_output
-
-    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        grid, own = self.grid, (Shard(0), Replicate())
-        if isinstance(x, DTensor):
-            batch = x.shape[0]
-        else:
-            batch = grid.extent(x, 0, self.declared)
-        # What follows knows the batch by this; how many tokens an image has changes on the way.
-        grid.tokens.shape = (batch,)
-        x = enter(x, self.declared, own, grid, 0, None)
-        summed: Layout = Replicate(), Shard(0)
-        weight = grid.redistribute(
-            local_shard(module.weight),
-            self.weight_layout,
-            summed,
-            shape=self.weight_shape,
-            partial_grad=(True, False),
-        )
-        bias = local_shard(module.bias)
-        if bias is not None:
-            bias = grid.redistribute(bias, summed, summed, partial_grad=(True, False))
-        y = F.linear(patches(x, *module.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)
-        shape = (batch, self.weight_shape[0], *y.shape[2:])
-        y = grid.redistribute(y, (Shard(0), Shard(1)), self.wanted_out, shape=shape)
-        if not self.use_local_output:
-            return to_dtensor(y, self.wanted_out, grid, shape)
-        if self.wanted_out[0] == Shard(0) and not grid.row.split(batch)[grid.row.index]:
-            y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])
-        return y
-
-
 class Colwise2D(_MatmulStyle):
     """Shard the outputs of a Linear over ``tp_col`` and its inputs over ``tp_row``.
 
@@ -770,12 +492,16 @@ class Colwise2D(_MatmulStyle):
             ``tp_row``.
         use_local_output: hand on a local tensor (default) or a DTensor of the global shape.
         row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
-        dataflow: ``"auto"``, the style's own (above), or ``"weight_stationary"``. An embedding's
-            weight never moves, whatever the dataflow.
+        dataflow: the style's own (above), ``"weight_stationary"``, or ``"auto"``: whichever takes
+            less time for as many tokens, each time, by the arithmetic of
+            :mod:`torch_tp2d.planner` and the rates of links and ranks, measured on gloo when a
+            mesh gets its first style (:func:`torch_tp2d.planner.assume` gives others). Where
+            rates or tokens are not known, and under ``torch.compile``, it is the style's own. An
+            embedding's weight never moves, whatever the dataflow.
         algorithm: ``"auto"``, ``"ring"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
-            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo and
-            ``"collective"`` elsewhere. A weight that stays takes ``"auto"`` and
-            ``"collective"`` only.
+            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo, if
+            transfers take longer there than rounds cost, and ``"collective"`` elsewhere. A weight
+            that stays takes ``"auto"`` and ``"collective"`` only.
         reshard_after_forward: free the gathered weight after forward and gather it again in
             backward (True), or keep it (False): 1/C of the weight more memory, a third less
             weight traffic. None (default) gathers it again only where it is larger than the
@@ -899,127 +625,3 @@ class Block2DParallel(_MatmulStyle):
 
     rule = layouts.BLOCK
     embeddings = False
-
-
-class Norm2D(GridStyle):
-    """A LayerNorm or RMSNorm over a hidden dim that is split along an axis.
-
-    Takes ``nn.LayerNorm``, ``nn.RMSNorm`` and any module that computes one of the two over the
-    last dim (its forward is tried on a few numbers when the style is applied).
-
-    ===============  ==============================  ==============================
-    tensor           layout                          local shape
-    ===============  ==============================  ==============================
-    input, output    ``(Shard(0), Shard(-1))``       ``[B/R, S, H/C]``
-    weight, bias     ``(Replicate(), Shard(0))``     ``[H/C]``
-    ===============  ==============================  ==============================
-
-    In the transposed layout of the weight-stationary dataflow, which it takes where
-    ``input_layouts`` split the hidden dim along ``tp_row`` and not along ``tp_col``:
-
-    ===============  ==============================  ==============================
-    tensor           layout                          local shape
-    ===============  ==============================  ==============================
-    input, output    ``(Shard(-1), Shard(1))``       ``[B, S/C, H/R]``
-    input, output    ``(Shard(-1), Replicate())``    ``[B, S, H/R]``
-    weight, bias     ``(Shard(0), Replicate())``     ``[H/R]``
-    ===============  ==============================  ==============================
-
-    Only the statistics cross the wire, along the axis that splits the hidden dim, in fp32 at
-    least; and the gradients of weight and bias, along the axis that splits the tokens.
-
-    Keyword Args:
-        input_layouts, output_layouts: as in :class:`Colwise2D`; ``Shard(-1)`` by default. In the
-            transposed layout the output is laid out as the input by default.
-        use_local_output: hand on a local tensor (default) or a DTensor.
-        row_dim: the token dim that ``tp_row`` splits.
-
-    Raises:
-        TypeError: if the module computes something else.
-
-    Example::
-
-        >>> plan = {"ln": Norm2D(), "fc1": Block2DParallel(), "fc2": Block2DParallel()}
-        >>> one_token = {"ln": Norm2D(input_layouts=(Shard(-1), Replicate())), ...}
-    """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: LayoutLike = None,
-        output_layouts: LayoutLike = None,
-        use_local_output: bool = True,
-        row_dim: int = 0,
-    ) -> None:
-        super().__init__()
-        layouts.check_row_dim(row_dim)
-        default = layouts.feature_layout(row_dim)
-        self.row_dim = row_dim
-        self.input_layouts = as_layout(input_layouts, default, row=default[0])
-        # The placements of a hidden dim, in 2, 3 or more dims or in the three that are usual.
-        hidden = (Shard(-1), Shard(2))
-        self.transposed = self.input_layouts[0] in hidden and self.input_layouts[1] not in hidden
-        self.blocks = self.input_layouts if self.transposed else default
-        self.output_layouts = as_layout(output_layouts, self.blocks, row=default[0])
-        self.use_local_output = use_local_output
-
-    def check(self, module: nn.Module, grid: Grid) -> None:
-        super().check(module, grid)
-        norm_of(module)
-
-    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
-        layout: Layout = (Shard(0), Replicate()) if self.transposed else (Replicate(), Shard(0))
-        for name, _ in module.named_parameters(recurse=False):
-            yield module, name, layout
-
-    def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return _NormRunner(self, module, grid)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
-            f"row_dim={self.row_dim})"
-        )
-
-
-class _NormRunner(Runner):
-    def __init__(self, style: Norm2D, module: nn.Module, grid: Grid) -> None:
-        self.style = "Norm2D"
-        self.norm = norm_of(module)
-        self.grid = grid
-        self.row_dim = style.row_dim
-        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
-        self.blocks = style.blocks
-        self.hidden_axis, across = (
-            (grid.row, grid.col) if style.transposed else (grid.col, grid.row)
-        )
-        tokens = self.blocks[1] if style.transposed else self.blocks[0]
-        self.token_axis = across if isinstance(tokens, Shard) else None
-        self.use_local_output = style.use_local_output
-
-    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
-        x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
-        weight = local_shard(getattr(module, "weight", None))
-        if weight is not None and self.norm.weight_offset:
-            weight = weight + self.norm.weight_offset
-        y = norm2d(
-            x,
-            weight,
-            local_shard(getattr(module, "bias", None)),
-            hidden=hidden,
-            eps=torch.finfo(x.dtype).eps if self.norm.eps is None else self.norm.eps,
-            centered=self.norm.centered,
-            hidden_axis=self.hidden_axis,
-            token_axis=self.token_axis,
-        )
-        return leave(
-            y,
-            self.blocks,
-            self.wanted_out,
-            self.grid,
-            hidden,
-            use_local_output=self.use_local_output,
-            sizes=sizes,
-        )

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -89,8 +90,33 @@ def make_parser(description: str | None, **defaults: object) -> argparse.Argumen
     return parser
 
 
+def make_text_parser(
+    description: str | None, data: Path, **defaults: object
+) -> argparse.ArgumentParser:
+    """A parser with what a script for a language model takes besides.
+
+    Args:
+        data: the folder of the tokens, if no other is asked for.
+    """
+    parser = make_parser(description)
+    add = parser.add_argument
+    add("--dp", type=positive, default=1, help="data-parallel replicas, sharded by FSDP")
+    add("--seq", type=positive, default=64, help="tokens in a sequence")
+    add("--batch", type=positive, default=8, help="sequences in a step, over all replicas")
+    add("--recompute", action="store_true", help="recompute each layer in the backward pass")
+    add("--compile", action="store_true", help="compile each layer")
+    add("--data", type=Path, default=data, metavar="DIR", help="where text.py put its tokens")
+    add("--verify", action="store_true", help="compare with one device; exit 1 if they differ")
+    parser.set_defaults(**defaults)
+    return parser
+
+
 def check_world(args: argparse.Namespace) -> None:
-    """Raises a ValueError unless ``--grid`` and ``--dp`` take as many processes as there are."""
+    """Raises a ValueError for arguments that do not fit the processes or each other.
+
+    ``--grid`` and ``--dp`` have to take as many processes as there are, and ``--dp`` to divide
+    ``--batch``.
+    """
     rows, columns = args.grid
     replicas = getattr(args, "dp", 1)
     if replicas * rows * columns != dist.get_world_size():
@@ -99,6 +125,16 @@ def check_world(args: argparse.Namespace) -> None:
             f"{axes} takes {replicas * rows * columns} processes and there are "
             f"{dist.get_world_size()}: set torchrun's --nproc-per-node and --nnodes to match"
         )
+    batch = getattr(args, "batch", replicas)
+    if batch % replicas:
+        raise ValueError(f"--batch {batch} does not divide over --dp {replicas} replicas")
+
+
+def make_mesh(args: argparse.Namespace, device: torch.device, line: bool) -> DeviceMesh:
+    """A line for the stock plans, ``[dp, tp]``, or a grid, ``[dp, tp_row, tp_col]``."""
+    shape = (args.dp, math.prod(args.grid)) if line else (args.dp, *args.grid)
+    names = ("dp", "tp") if line else ("dp", "tp_row", "tp_col")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def set_up() -> torch.device:
@@ -145,6 +181,16 @@ def say(*lines: str) -> None:
 def whole(value: Tensor) -> Tensor:
     """A DTensor's full value; a plain tensor as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local(value: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; a plain tensor as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def share_of(batch: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This replica's part of the whole batch, the same on each rank of its line or grid."""
+    return batch.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
 
 
 def mean_over(values: Tensor, mesh: DeviceMesh) -> float:
@@ -335,7 +381,7 @@ def survey(
         for name, parameter in learner.model.named_parameters()
     }
     whole_count = sum(parameter.numel() for parameter in learner.model.parameters())
-    count = sum(_local(parameter).numel() for parameter in learner.model.parameters())
+    count = sum(local(parameter).numel() for parameter in learner.model.parameters())
     outputs: dict[str, tuple[str, str, str]] = {}
 
     def show(name: str) -> Callable[[nn.Module, object, Tensor], None]:
@@ -385,10 +431,6 @@ def _gather(value: Any) -> list[Any]:
     return everywhere
 
 
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _is_first(name: str) -> bool:
     """Whether a parameter is of no layer, or of layer 0."""
     return set(filter(str.isdigit, name.split("."))) <= {"0"}
@@ -396,7 +438,7 @@ def _is_first(name: str) -> bool:
 
 def _describe(value: Tensor) -> tuple[str, str, str]:
     """The whole shape, the placements and this rank's shape; of a plain tensor only the last."""
-    here = "x".join(map(str, _local(value).shape))
+    here = "x".join(map(str, local(value).shape))
     if not isinstance(value, DTensor):
         return "", "local", here
     axes = value.device_mesh.mesh_dim_names or ()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,11 @@ from common import (
     loss_of,
     make_parser,
     mean_over,
+    share_of,
     survey,
     train_beside,
 )
-from llama2 import Llama2, Llama2Config
+from llama2 import OUTPUTS, Llama2, Llama2Config
 from plans import llama2_2d
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,9 +46,6 @@ from torch_tp2d import cross_entropy, parallelize_module
 
 CONFIG = Llama2Config(vocab_size=64, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32)
 BATCH, SEQUENCE = 4, 16  # of one replica
-
-OUTPUTS = ["tok_embeddings", "layers.0.attention_norm", "layers.0.attention.wq"]
-OUTPUTS += ["layers.0.attention.wk", "layers.0.feed_forward.w1", "layers.0", "output"]
 
 
 def counting(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -78,10 +77,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
         ids, targets = counting(args.dp * BATCH, args.seed + step)
         return ids.to(device), targets.to(device)
 
-    def share(whole_batch: Tensor) -> Tensor:
-        """This replica's sequences, whole on each rank of its grid."""
-        return whole_batch.chunk(args.dp)[mesh.get_local_rank("dp")]
-
+    share = partial(share_of, mesh=mesh)
     ids, targets = batch(0)
     survey(learner, mesh, share(ids), share(targets), OUTPUTS)
     return train_beside(

@@ -80,6 +80,10 @@ SIZES: dict[str, Llama2Config] = {
     "70b": Llama2Config(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
 }
 
+OUTPUTS = ["tok_embeddings", "layers.0.attention_norm", "layers.0.attention.wq"]
+OUTPUTS += ["layers.0.attention.wk", "layers.0.feed_forward.w1", "layers.0", "output"]
+"""Modules whose outputs differ in kind, each of them worth a look on a grid."""
+
 
 def rotary_table(seq: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
     """Cosines and then sines of every position's angles, ``[S, D]`` in fp32.

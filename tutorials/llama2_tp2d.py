@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import text
 import torch
@@ -28,47 +28,36 @@ from common import (
     check_world,
     launch,
     loss_of,
-    make_parser,
+    make_mesh,
+    make_text_parser,
     mean_over,
-    positive,
+    share_of,
     survey,
     train_beside,
     warm_up_and_fall,
     wrap_layers,
 )
-from llama2 import SIZES, Llama2
+from llama2 import OUTPUTS, SIZES, Llama2
 from plans import LLAMA2_PLANS
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
 
 import torch_tp2d
 
-OUTPUTS = ["tok_embeddings", "layers.0.attention_norm", "layers.0.attention.wq"]
-OUTPUTS += ["layers.0.attention.wk", "layers.0.feed_forward.w1", "layers.0", "output"]
-
 
 def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__, steps=20)
+    parser = make_text_parser(__doc__, text.DATA, steps=20)
     add = parser.add_argument
-    add("--dp", type=positive, default=1, help="data-parallel replicas, sharded by FSDP")
     add("--plan", choices=LLAMA2_PLANS, default="2d", help="1d: stock, on a line of R * C devices")
     add("--size", choices=SIZES, default="tiny", help="of the model")
-    add("--seq", type=positive, default=64, help="tokens in a sequence")
-    add("--batch", type=positive, default=8, help="sequences in a step, over all replicas")
-    add("--recompute", action="store_true", help="recompute each layer in the backward pass")
-    add("--compile", action="store_true", help="compile each layer")
-    add("--data", type=Path, default=text.DATA, metavar="DIR", help="where text.py put its tokens")
-    add("--verify", action="store_true", help="compare with one device; exit 1 if they differ")
     return parser.parse_args()
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises a ValueError for arguments that do not fit each other or the devices."""
     check_world(args)
-    if args.batch % args.dp:
-        raise ValueError(f"--batch {args.batch} does not divide over --dp {args.dp} replicas")
     rows, columns = args.grid
     heads = SIZES[args.size].kv_heads
     # The 2-D plan finds such things out by itself.
@@ -91,13 +80,8 @@ def distribute(model: Llama2, mesh: DeviceMesh, plan: str) -> None:
 def train(args: argparse.Namespace, device: torch.device) -> bool:
     """Trains and reports; returns whether ``--verify``, if asked for, held."""
     check(args)
-    rows, columns = args.grid
     stock = args.plan == "1d"
-    mesh = init_device_mesh(
-        device.type,
-        (args.dp, rows * columns) if stock else (args.dp, rows, columns),
-        mesh_dim_names=("dp", "tp") if stock else ("dp", "tp_row", "tp_col"),
-    )
+    mesh = make_mesh(args, device, line=stock)
     with device:
         config = replace(SIZES[args.size], vocab_size=text.VOCABULARY)
         model = Llama2(config, args.seed).to(DTYPES[args.dtype])
@@ -117,9 +101,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
         ids, targets = next(tokens)
         return ids.to(device), targets.to(device)
 
-    def share(whole_batch: Tensor) -> Tensor:
-        """This replica's sequences, whole on each rank of its line or grid."""
-        return whole_batch.chunk(args.dp)[mesh.get_local_rank("dp")]
+    share = partial(share_of, mesh=mesh)
 
     # Stock logits stay split by vocabulary too; torch asks for this context around the backward.
     with loss_parallel() if stock else contextlib.nullcontext():

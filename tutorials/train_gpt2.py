@@ -28,9 +28,11 @@ from common import (
     check_world,
     launch,
     loss_of,
-    make_parser,
+    make_mesh,
+    make_text_parser,
     mean_over,
     positive,
+    share_of,
     warm_up_and_fall,
     whole,
     wrap_layers,
@@ -39,7 +41,6 @@ from gpt2 import GPT2, SIZES, GPT2Config
 from plans import PLANS_1D, PLANS_2D, parallelize
 from text import DATA, Batches, load
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from tqdm import tqdm
 
@@ -47,24 +48,17 @@ import torch_tp2d
 
 
 def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__, steps=100)
+    parser = make_text_parser(__doc__, DATA, steps=100, seq=128)
     add = parser.add_argument
-    add("--dp", type=positive, default=1, help="data-parallel replicas, sharded by FSDP")
     add("--plan", choices=[*PLANS_1D, *PLANS_2D], default="2d", help="see plans.py")
     add("--size", choices=SIZES, default="mini", help="of the model; the next three override it")
     add("--layers", type=positive)
     add("--hidden", type=positive)
     add("--heads", type=positive)
-    add("--seq", type=positive, default=128, help="tokens in a sequence")
-    add("--batch", type=positive, default=8, help="sequences in a step, over all replicas")
-    add("--recompute", action="store_true", help="recompute each layer in the backward pass")
-    add("--compile", action="store_true", help="compile each layer")
-    add("--data", type=Path, default=DATA, metavar="DIR", help="where text.py put its tokens")
     add("--checkpoint", type=Path, metavar="DIR", help="save here; resume from the newest there")
     add("--checkpoint-every", type=positive, default=100, metavar="STEPS")
     add("--log-file", type=Path, metavar="FILE", help="append a JSON line a step")
     add("--eval-batches", type=int, default=8, help="validation batches at the end")
-    add("--verify", action="store_true", help="compare with one device; exit 1 if they differ")
     return parser.parse_args()
 
 
@@ -72,8 +66,6 @@ def check(args: argparse.Namespace) -> None:
     """Raises a ValueError for arguments that do not fit each other or the devices."""
     check_world(args)
     rows, columns = args.grid
-    if args.batch % args.dp:
-        raise ValueError(f"--batch {args.batch} does not divide over --dp {args.dp} replicas")
     if args.plan == "1d-sp" and args.seq % (rows * columns):
         raise ValueError(
             f"the stock sequence-parallel plan needs --seq ({args.seq}) to divide by its "
@@ -81,16 +73,6 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.verify and args.checkpoint:
         raise ValueError("--verify starts from the first step: leave --checkpoint out")
-
-
-def build_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
-    """``[dp, tp]`` for the stock plans, ``[dp, tp_row, tp_col]`` for the grid's."""
-    rows, columns = args.grid
-    if args.plan in PLANS_1D:
-        return init_device_mesh(device.type, (args.dp, rows * columns), mesh_dim_names=("dp", "tp"))
-    return init_device_mesh(
-        device.type, (args.dp, rows, columns), mesh_dim_names=("dp", "tp_row", "tp_col")
-    )
 
 
 def build_config(args: argparse.Namespace) -> GPT2Config:
@@ -139,7 +121,8 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     """Trains and reports; returns whether ``--verify``, if asked for, held."""
     rank = dist.get_rank()
     check(args)
-    mesh = build_mesh(args, device)
+    stock = args.plan in PLANS_1D
+    mesh = make_mesh(args, device, line=stock)
     with device:
         model = GPT2(build_config(args), args.seed).to(DTYPES[args.dtype])
     schedule = warm_up_and_fall(args.lr, args.steps)
@@ -148,7 +131,6 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
         alone = OneDevice(model, loss_of, schedule, args.clip, args.dtype)
     parallelize(model, mesh, args.plan)
     wrap_layers(model, model.h, mesh, args)
-    stock = args.plan in PLANS_1D
     loss_2d = torch_tp2d.cross_entropy
     learner = Learner(model, loss_of if stock else loss_2d, schedule, args.clip)
     # Stock logits stay split by vocabulary too; torch asks for this context around the backward.
@@ -158,8 +140,6 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     first = 0
     if args.checkpoint and (found := newest_checkpoint(args.checkpoint)):
         first, batches.position = load_checkpoint(found, learner)
-    share = args.batch // args.dp
-    mine = slice(mesh.get_local_rank("dp") * share, (mesh.get_local_rank("dp") + 1) * share)
 
     if rank == 0:
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -176,7 +156,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
         started = time.perf_counter()
         ids, targets = (part.to(device) for part in next(batches))
         with loss_context():
-            loss = mean_over(learner.step(step, ids[mine], targets[mine]), mesh)
+            loss = mean_over(learner.step(step, share_of(ids, mesh), share_of(targets, mesh)), mesh)
         now = time.perf_counter()
         if alone is not None:
             alone.step(step, ids, targets, loss)
@@ -204,7 +184,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     with torch.no_grad(), loss_context():
         for _ in range(args.eval_batches):
             ids, targets = (part.to(device) for part in next(validation))
-            loss = whole(learner.loss(model(ids[mine]), targets[mine]))
+            loss = whole(learner.loss(model(share_of(ids, mesh)), share_of(targets, mesh)))
             total += mean_over(loss, mesh) / args.eval_batches
     if rank == 0 and args.eval_batches:
         print(f"validation: loss {total:.4f}, perplexity {math.exp(total):.1f}")

@@ -31,6 +31,7 @@ from common import (
     OneDevice,
     check_world,
     launch,
+    local,
     make_parser,
     positive,
     say,
@@ -41,7 +42,7 @@ from swin_unet import SwinUNet, SwinUNetConfig
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 import torch_tp2d
@@ -190,10 +191,6 @@ class Meter:
         ]
         sizes = [sum(t.numel() * t.element_size() for t in kind) for kind in (parameters, states)]
         return sizes[0], sizes[0], sizes[1]
-
-
-def local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()

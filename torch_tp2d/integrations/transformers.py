@@ -31,8 +31,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..base import GridStyle, place_parameter, tied_message
 from ..grid import Grid, check_mesh, describe_mesh
 from ..layouts import Layout
+from ..norm import Norm2D
 from ..parallelize import (
     _check_heads,
     _checked_entries,
@@ -44,15 +46,7 @@ from ..parallelize import (
 from ..plans import plan_for
 from ..recognise import describe_module
 from ..replicate import Replicate
-from ..styles import (
-    Block2DParallel,
-    Colwise2D,
-    GridStyle,
-    Norm2D,
-    Rowwise2D,
-    place_parameter,
-    tied_message,
-)
+from ..styles import Block2DParallel, Colwise2D, Rowwise2D
 
 __all__ = ["NAMES", "from_pretrained", "register"]
 

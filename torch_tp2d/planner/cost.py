@@ -63,7 +63,7 @@ def layout_traffic(
     """
     sums = [[0.0, 0.0], [0.0, 0.0]]
     for before, after, on_col in steps(normalize(src, 3), normalize(dst, 3)):
-        held = elements
+        held = float(elements)
         for placement, size in zip(before, (rows, columns), strict=True):
             held = held / size if isinstance(placement, Shard) else held
         moved = _received(before[on_col], after[on_col], held, (rows, columns)[on_col])

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..styles import Colwise2D, Norm2D
+from ..norm import Norm2D
+from ..styles import Colwise2D
 from .losses import LossOfLabels
 from .parts import Parts, Plan, inner_prefix
 

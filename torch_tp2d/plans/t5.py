@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from ..attention import Attention2D
+from ..base import GridStyle, Runner, local_shard
 from ..grid import Grid, check_mesh, describe_mesh
 from ..layouts import TP_COL, Layout
 from ..recognise import describe_module, is_embedding
 from ..replicate import SumGrads
-from ..styles import GridStyle, Runner, local_shard
 from .losses import LossOfLabels
 from .parts import Parts, Plan
 

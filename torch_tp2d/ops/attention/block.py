@@ -218,7 +218,8 @@ def attend_to_all(
     """
     if drop is not None and query.numel():
         scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
-        weights = (scores - _finite(scores.logsumexp(-1))[..., None]).exp()
+        # Zeros where nothing is seen. Of all this only the weights are kept for backward.
+        weights = _aten._safe_softmax(scores, -1, wide(scores.dtype))
         return (drop(weights) @ value.to(weights.dtype)).to(query.dtype)
     if query.numel():
         return F.scaled_dot_product_attention(

@@ -1,0 +1,271 @@
+"""What an attention module gets for its call of ``scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..comm import move
+from ..dropout import next_key
+from ..grid import describe_mesh
+from ..ops.attention import Heads, Order, Spec, gathered, ring
+from ..ops.attention.block import attend_to_all, spread
+from ..ops.dropout import drop, dropped
+from ..recognise import describe_module
+from .blocks import SEQUENCE, two_phase_on
+from .tokens import Tokens
+
+if TYPE_CHECKING:
+    from .runner import AttentionRunner
+
+__all__ = ["Call"]
+
+
+class Call:
+    """``scaled_dot_product_attention`` as an attention module on the grid calls it."""
+
+    def __init__(self, runner: AttentionRunner, module: nn.Module, tokens: Tokens) -> None:
+        self.runner, self.module, self.tokens = runner, module, tokens
+        self.grid = runner.grid
+        self.happened = False
+
+    def refuse(self, why: str) -> ValueError:
+        return ValueError(
+            f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {why}"
+        )
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        self.happened = True
+        runner, heads = self.runner, self.runner.heads
+        if attn_mask is not None and is_causal:
+            raise self.refuse("attention takes an explicit mask or is_causal, not both")
+        in_rows = runner.row_dim == 1
+        plain = not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1)
+        if plain and not dropout_p:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if any(x.ndim != 4 for x in (query, key, value)):
+            raise self.refuse(
+                f"attention across the grid takes [batch, heads, sequence, features], but got a "
+                f"query of shape {tuple(query.shape)} and a key of shape {tuple(key.shape)}"
+            )
+        if heads is None:
+            columns = self.grid.col.size
+            heads = Heads(query.shape[1] * columns, key.shape[1] * columns, self.grid.col)
+        shape = query.shape
+        query, attn_mask = self._unpacked(query, attn_mask, heads)
+        if query.shape[1] != heads.given:
+            raise self.refuse(
+                f"attention was called with a query of shape {tuple(query.shape)}, but "
+                f"{heads.given} of {heads.query} heads were expected: {self._mend(heads)}"
+            )
+        try:
+            key, value = heads.once(key), heads.once(value)
+        except ValueError as error:
+            raise self.refuse(f"{error}: {self._mend(heads)}") from None
+        mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.ndim)]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        drop = self._dropout(dropout_p, heads) if dropout_p else None
+        if in_rows:
+            out = self._across(query, key, value, mask, is_causal, scale, heads, drop)
+        else:
+            query, key, value = heads.own_query(query), heads.own_key(key), heads.own_key(value)
+            key, value = (spread(x, heads.index()) for x in (key, value))
+            mask = None if mask is None else heads.own_query(mask)
+            out = attend_to_all(query, key, value, mask, is_causal, scale, drop)
+            out = _whole_heads(out, heads)
+        return out if shape == query.shape else out.reshape(*shape[:-1], out.shape[-1])
+
+    def _dropout(self, p: float, heads: Heads) -> Callable[[Tensor], Tensor]:
+        """Dropout of the attention weights ``[batch, heads, queries, keys]`` of this rank."""
+        key = next_key(self.grid)
+
+        def dropout(weights: Tensor) -> Tensor:
+            size, count, queries, keys = weights.shape
+            row, device, first = self.grid.row, weights.device, 0
+            at, seen = (torch.arange(length, device=device) for length in (queries, keys))
+            if self.runner.row_dim == 0:
+                first = sum(row.split(self.tokens.extent(0))[: row.index])
+            elif row.size > 1:
+                lengths = self.tokens.lengths
+                order = self._order(row.split(lengths[0]))
+                at = order.positions(row.index, device)
+                if lengths[0] == lengths[1]:
+                    seen = order.positions(None, device)
+            batch = torch.arange(first, first + size, device=device)
+            own = torch.arange(heads.first, heads.first + count, device=device)
+            return drop(weights, dropped(key, p, [batch, own, at[:queries], seen]), p)
+
+        return dropout
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        """What the module gets for ``torch.nn.functional.dropout``."""
+        if isinstance(x, DTensor) or x.ndim != 4:
+            return self.runner.masks.drop(x, p)
+        heads = self.runner.heads
+        if heads is None:
+            heads = Heads(x.shape[1] * self.grid.col.size, 1, self.grid.col)
+        return self._dropout(p, heads)(x)
+
+    def _order(self, sizes: Sequence[int]) -> Order:
+        return Order.balanced(sizes) if self.runner.balanced else Order.contiguous(sizes)
+
+    def _mend(self, heads: Heads) -> str:
+        return (
+            f"give the projections the styles of attention_projections({heads.query}, "
+            f"{heads.key}, {heads.axis.size})"
+        )
+
+    def _unpacked(
+        self, query: Tensor, mask: Tensor | None, heads: Heads
+    ) -> tuple[Tensor, Tensor | None]:
+        """Undo what Hugging Face does to a query of one token with a mask.
+
+        It takes it for a decoding step and makes ``[batch, key heads, queries of each, features]``
+        of it. A row may well hold one token of many.
+        """
+        if query.shape[1] == heads.given or query.shape[1] * query.shape[2] != heads.given:
+            return query, mask
+        size, first, second, features = query.shape
+        if mask is not None and mask.ndim == 4 and mask.shape[1:3] == (first, second):
+            mask = mask.reshape(mask.shape[0], first * second, 1, mask.shape[3])
+        return query.reshape(size, first * second, 1, features), mask
+
+    def _across(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        heads: Heads,
+        drop: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
+        """Attention of this row's queries to the keys of all rows.
+
+        With dropout of the weights, which are not written out otherwise, keys are gathered.
+        """
+        runner, row = self.runner, self.grid.row
+        queries, keys = self.tokens.lengths
+        whole = runner.algorithm == "local"
+        sizes, key_sizes = row.split(queries), row.split(keys)
+        here = sizes[row.index]
+        for name, x, length, expected in (
+            ("query", query, queries, max(1, here)),
+            ("key", key, keys, keys if whole else max(1, key_sizes[row.index])),
+            ("value", value, keys, keys if whole else max(1, key_sizes[row.index])),
+        ):
+            if x.shape[SEQUENCE] != expected:
+                raise self.refuse(
+                    f"attention was called with a {name} of shape {tuple(x.shape)}, but this "
+                    f"row's part of a sequence of {length} is {expected} long: caches of past "
+                    f"keys, and modules that change the sequence, need row_dim=0"
+                )
+        if getattr(self.module, "is_causal", False) and mask is None and query.shape[2] == 1:
+            # Hugging Face takes a query of one token for a decoding step, which sees all keys.
+            causal = causal or queries > 1
+        if causal and queries != keys:
+            raise self.refuse(
+                f"is_causal with a sequence of {queries} attending to one of {keys} is not "
+                f"supported where {row.name} splits the sequence: pass a mask"
+            )
+        if mask is not None:
+            if runner.balanced:
+                raise self.refuse(
+                    "a mask was given for tokens in balanced order, where one made by index is "
+                    "wrong: use balanced=False, or is_causal alone"
+                )
+            mask = self._mask(mask, sizes, keys, heads)
+        # What stands in for a row without tokens, see Grid.with_stand_in.
+        if not here:
+            query = query.narrow(SEQUENCE, 0, 0)
+        if not key_sizes[row.index] and not whole:
+            key, value = key.narrow(SEQUENCE, 0, 0), value.narrow(SEQUENCE, 0, 0)
+        spec = Spec(
+            axis=row,
+            order=self._order(sizes),
+            keys=None if queries == keys else key_sizes,
+            causal=causal,
+            scale=scale,
+            heads=heads.index(of_all=runner.algorithm == "two_phase" and drop is None),
+        )
+        if runner.algorithm == "two_phase" and drop is None:
+            if mask is not None and mask.shape[1] not in (1, heads.query):
+                raise self.refuse(
+                    f'algorithm="two_phase" computes all heads on every rank, but the mask has '
+                    f'{mask.shape[1]} of {heads.query}: use "ring"'
+                )
+            size, features = query.shape[0], query.shape[3]
+            out = two_phase_on(
+                (query, key, value),
+                (
+                    (size, heads.query, queries, features),
+                    (size, heads.key, keys, features),
+                    (size, heads.key, keys, value.shape[3]),
+                ),
+                (
+                    Replicate() if heads.whole_query else Shard(1),
+                    Replicate() if heads.whole_key else Shard(1),
+                ),
+                mask,
+                spec,
+                self.grid,
+                shares=True,
+            )
+        else:
+            query, key, value = heads.own_query(query), heads.own_key(key), heads.own_key(value)
+            mask = None if mask is None else heads.own_query(mask)
+            if runner.algorithm == "ring" and drop is None:
+                out = ring(query, key, value, mask, spec)
+            else:
+                out = gathered(query, key, value, mask, spec, whole=whole, drop=drop)
+            out = _whole_heads(out, heads)
+        if not here:
+            stand_in = out.new_zeros(*out.shape[:2], 1, out.shape[3])
+            out = torch.cat([out, stand_in], SEQUENCE)
+        return out
+
+    def _mask(self, mask: Tensor, sizes: Sequence[int], keys: int, heads: Heads) -> Tensor:
+        """A mask of this row's queries and all keys."""
+        index, queries = self.grid.row.index, sum(sizes)
+        if mask.shape[-1] not in (1, keys) or mask.shape[-2] not in (
+            1,
+            queries,
+            max(1, sizes[index]),
+        ):
+            raise self.refuse(
+                f"attention was called with a mask of shape {tuple(mask.shape)}, but expected "
+                f"{sizes[index]} rows, those of this row's queries of {queries}, and {keys} columns"
+            )
+        if mask.shape[1] not in (1, heads.given, heads.query):
+            raise self.refuse(
+                f"attention was called with a mask of shape {tuple(mask.shape)}, but expected 1 "
+                f"or {heads.given} heads in its second dim"
+            )
+        if mask.shape[-2] == queries != 1:
+            return mask.narrow(-2, sum(sizes[:index]), sizes[index])
+        return mask if sizes[index] or mask.shape[-2] != 1 else mask.narrow(-2, 0, 0)
+
+
+def _whole_heads(out: Tensor, heads: Heads) -> Tensor:
+    """All heads of an output, where the module expects all."""
+    if not heads.whole_query:
+        return out
+    return move(out, heads.axis, Shard(1), Replicate(), {1: heads.sizes})

@@ -1,0 +1,107 @@
+"""Running an attention module on its own heads and tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+
+from ..base import Runner
+from ..dropout import Masks
+from ..grid import Grid, describe_mesh
+from ..intercept import Intercept
+from ..recognise import describe_module
+from .call import Call
+from .tokens import Tokens
+
+if TYPE_CHECKING:
+    from .style import Attention2D
+
+__all__ = ["AttentionRunner"]
+
+
+class AttentionRunner(Runner):
+    style = "Attention2D"
+
+    def __init__(self, style: Attention2D, module: nn.Module, grid: Grid) -> None:
+        self.grid = grid
+        self.row_dim = style.row_dim
+        self.declared = style.input_layouts
+        self.algorithm = style.algorithm
+        if style.algorithm == "auto":
+            self.algorithm = "local" if style.row_dim == 0 else "ring"
+        self.balanced = style.balanced
+        self.whole_inputs = style.whole_inputs
+        parameters = inspect.signature(module.forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.heads = style.heads(module, grid.col)
+        self.masks = Masks(grid, style.row_dim, None, (), owner=describe_module(module))
+        self.local_values = style.local_values(module, grid.col)
+
+    def installed(self, module: nn.Module) -> None:
+        for name, value in self.local_values.items():
+            setattr(module, name, value)
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tokens = Tokens(self, module, _hidden_states(module, args, kwargs))
+        names = (*self.names, *(f"argument {n}" for n in range(len(self.names), len(args))))
+        args = tuple(tokens.enter(value, name) for value, name in zip(args, names, strict=False))
+        kwargs = {name: tokens.enter(value, name) for name, value in kwargs.items()}
+        self._check_keys(module)
+        call = Call(self, module, tokens)
+        with Intercept(call.drop, call):
+            result = forward(*args, **kwargs)
+        why = "" if call.happened else self._cannot_do_without(module)
+        if why:
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} did not call "
+                f"scaled_dot_product_attention, but {why}"
+            )
+        return result
+
+    def _check_keys(self, module: nn.Module) -> None:
+        """That the keys of other rows come from somewhere."""
+        if self.row_dim == 0 or self.grid.row.size == 1 or self.algorithm != "local":
+            return
+        runners = (child.__dict__.get("_tp2d") for child in module.modules())
+        outputs = [getattr(runner, "wanted_out", (None,))[0] for runner in runners]
+        if Replicate() not in outputs:
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: with "
+                f'algorithm="local" its projections have to gather keys and values along '
+                f"{self.grid.row.name}, but none does: give them the styles of "
+                f'attention_projections(whole_keys=True), or use algorithm="ring"'
+            )
+
+    def _cannot_do_without(self, module: nn.Module) -> str:
+        """Why attention on what the projections give is wrong as it stands, if it is."""
+        row, col, heads = self.grid.row, self.grid.col, self.heads
+        mend = 'have it do so (Hugging Face: attn_implementation="sdpa")'
+        if self.row_dim == 1 and row.size > 1 and self.algorithm != "local":
+            return (
+                f"its sequence is split over {row.name}, so it attended to a part of the keys: "
+                f"{mend}, or gather the keys: attention_projections(whole_keys=True) with "
+                f'algorithm="local"'
+            )
+        # With one key head the number of groups is divided, and a module needs no more.
+        if heads is not None and col.size > 1 and heads.whole_key:
+            if heads.whole_query or heads.key != 1:
+                return (
+                    f"its {heads.query} query and {heads.key} key heads do not divide over "
+                    f"{col.name}, so each rank has to compute a share of them: {mend}, or use a "
+                    f"mesh whose {col.name} divides them"
+                )
+        return ""
+
+
+def _hidden_states(module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3:
+            return value
+    raise TypeError(
+        f"{describe_module(module)}: Attention2D needs hidden states, a floating point tensor "
+        f"[batch, sequence, hidden], as an argument"
+    )

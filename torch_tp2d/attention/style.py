@@ -1,0 +1,210 @@
+"""The style for attention modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from ..base import GridStyle, LayoutLike, Runner
+from ..comm import Axis
+from ..grid import Grid
+from ..layouts import as_layout, check_row_dim, row_layout
+from ..ops.attention import Heads, check_groups
+from ..recognise import describe_module
+from .blocks import ACROSS
+from .runner import AttentionRunner
+
+__all__ = ["Attention2D"]
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_GROUPS = ("num_key_value_groups", "n_rep")
+_WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim")
+
+
+class Attention2D(GridStyle):
+    """Run an attention module on its own heads and tokens, inside a model of DTensors.
+
+    The module's projections have styles of their own (:func:`attention_projections` gives them);
+    this one is for the module around them. A model that no one wrote for tensor parallelism needs
+    no edit: between modules its code sees DTensors of the global shape, inside this module local
+    tensors, of this row's tokens and this column's heads.
+
+    * The floating point DTensors that the module is given (hidden states, states to attend to) are
+      gathered along ``tp_col``, once for all the projections.
+    * Plain tensors (masks, rotary tables, position ids) are taken to be whole, as made from
+      global shapes, and are cut to this row's tokens and this column's heads (``whole_inputs``).
+    * Integer attributes that count heads are divided by the size of ``tp_col``.
+    * While the module runs, ``scaled_dot_product_attention`` is computed across the grid. Key and
+      value heads that do not divide over ``tp_col``, and query heads that do not, are whole in the
+      module, and this column's share of them is computed. With ``row_dim=1`` the sequence is split
+      over ``tp_row``, and causal masks know where in it a row is.
+
+    With ``row_dim=1`` what the module computes from lengths alone (positions numbered from 0, a
+    mask of its own making) would be that of a part: it has to take them as arguments.
+
+    Keyword Args:
+        row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
+        algorithm: with ``row_dim=1``, how queries meet the keys of other rows. ``"ring"``
+            (``"auto"``): keys and values go around ``tp_row``, one block on the wire while another
+            is computed. ``"gather"``: they are gathered first. ``"two_phase"``: the paper's, see
+            :func:`attention2d`. ``"local"``: nothing travels, as their projections gather them
+            (``attention_projections(whole_keys=True)``).
+        balanced: with ``row_dim=1``, tokens are in the order of :func:`balanced_order`.
+        num_heads, num_kv_heads: of the whole module. By default read from its attributes, or from
+            its ``config``.
+        local_attributes: the module's attributes to divide by the size of ``tp_col``. By default
+            the usual names for numbers of heads and for their width all together.
+        whole_inputs: for plain tensors by argument name, what their dims are: each ``"batch"``,
+            ``"heads"``, ``"sequence"`` or None. By default ``("batch", "heads", "sequence", None)``
+            in 4 dims, ``("batch", "sequence", None)`` in 3, ``("batch", "sequence")`` of integers
+            and ``("sequence", None)`` of anything else in 2, ``("sequence",)`` in 1. A dim of size
+            1 is left alone.
+        input_layouts: layout of local hidden states, ``Replicate()`` by default: a single
+            Placement is the one on ``tp_col``.
+
+    Raises:
+        ValueError: when applied, if the heads cannot be split; in forward, for shapes that do not
+            fit the tokens, dropout inside attention, and if the module computes its attention
+            where the style cannot reach it and that would be wrong.
+
+    Example::
+
+        >>> q, kv, o = attention_projections(num_heads, num_kv_heads, mesh["tp_col"].size())
+        >>> plan = {"model.layers.*.self_attn": Attention2D(),
+        ...         "model.layers.*.self_attn.q_proj": q,
+        ...         "model.layers.*.self_attn.[kv]_proj": kv,
+        ...         "model.layers.*.self_attn.o_proj": o}
+    """
+
+    places_inside = False
+
+    def __init__(
+        self,
+        *,
+        row_dim: int = 0,
+        algorithm: str = "auto",
+        balanced: bool = False,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        local_attributes: Iterable[str] | None = None,
+        whole_inputs: Mapping[str, Sequence[str | None]] | None = None,
+        input_layouts: LayoutLike = None,
+    ) -> None:
+        super().__init__()
+        check_row_dim(row_dim)
+        if algorithm not in ("auto", "local", *ACROSS):
+            raise ValueError(
+                f'algorithm is "auto", "local" or one of {list(ACROSS)}, not {algorithm!r}'
+            )
+        if row_dim == 0 and algorithm in ACROSS:
+            raise ValueError(
+                f"algorithm {algorithm!r} is for row_dim=1: with row_dim=0 each row has whole "
+                f"sequences, and attention is local to it; leave it out"
+            )
+        if balanced and (row_dim == 0 or algorithm == "local"):
+            raise ValueError(
+                "balanced is for attention across rows, row_dim=1 with an algorithm other than "
+                '"local": leave it out'
+            )
+        if num_heads is not None:
+            check_groups(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        for name, dims in (whole_inputs or {}).items():
+            if any(dim not in ("batch", "heads", "sequence", None) for dim in dims):
+                raise ValueError(
+                    f'whole_inputs: a dim of {name!r} is "batch", "heads", "sequence" or None, '
+                    f"but got {dims!r}"
+                )
+        self.row_dim = row_dim
+        self.algorithm = algorithm
+        self.balanced = balanced
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.local_attributes = None if local_attributes is None else tuple(local_attributes)
+        self.whole_inputs = dict(whole_inputs or {})
+        self.input_layouts = as_layout(input_layouts, row_layout(row_dim), row=Shard(row_dim))
+
+    def heads(self, module: nn.Module, axis: Axis) -> Heads | None:
+        """The heads of a module that is not divided yet; None if it does not say."""
+        query = _count(module, _HEADS) if self.num_heads is None else self.num_heads
+        key = _count(module, _KEY_HEADS) if self.num_kv_heads is None else self.num_kv_heads
+        return None if query is None else Heads(query, query if key is None else key, axis)
+
+    def local_values(self, module: nn.Module, axis: Axis) -> dict[str, int]:
+        """The attributes that this style changes, with their new values.
+
+        Raises:
+            ValueError: for a given attribute that is no multiple of the axis' size.
+        """
+        columns = axis.size
+        if self.local_attributes is not None:
+            given = {name: getattr(module, name, None) for name in self.local_attributes}
+            for name, value in given.items():
+                if not isinstance(value, int) or value % columns:
+                    raise ValueError(
+                        f"{describe_module(module)}: {name} is {value!r}, which cannot be divided "
+                        f"by {axis.name}={columns}: leave it out of local_attributes"
+                    )
+            return {name: value // columns for name, value in given.items() if value is not None}
+        heads = self.heads(module, axis)
+        if heads is not None and heads.whole_query:
+            return {}
+        names: tuple[str, ...] = _HEADS + _WIDTHS
+        if heads is not None and not heads.whole_key:
+            names += _KEY_HEADS
+        elif heads is not None and heads.key == 1:
+            names += _GROUPS
+        values = {name: getattr(module, name, None) for name in names}
+        return {
+            name: value // columns
+            for name, value in values.items()
+            if type(value) is int and value % columns == 0
+        }
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        self.local_values(module, grid.col)
+        heads = self.heads(module, grid.col)
+        if heads is not None:
+            try:
+                check_groups(heads.query, heads.key)
+            except ValueError as error:
+                raise ValueError(f"{describe_module(module)}: {error}") from None
+        elif self.algorithm == "two_phase":
+            raise ValueError(
+                f"{describe_module(module)} does not say how many heads it has, which "
+                f'algorithm="two_phase" has to know: give num_heads'
+            )
+        self.check_positions(module, grid)
+
+    def check_positions(self, module: nn.Module, grid: Grid) -> None:
+        """Refuse a module that would take this row's tokens for all there are.
+
+        Raises:
+            ValueError: for one that computes a bias from the lengths that it sees.
+        """
+        if self.row_dim == 1 and grid.row.size > 1 and hasattr(module, "compute_bias"):
+            raise ValueError(
+                f"{describe_module(module)} computes a bias from the lengths that it sees, which "
+                f"are those of a part if {grid.row.name} splits the sequence: use row_dim=0"
+            )
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return AttentionRunner(self, module, grid)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(row_dim={self.row_dim}, algorithm={self.algorithm!r}, "
+            f"balanced={self.balanced})"
+        )
+
+
+def _count(module: nn.Module, names: Iterable[str]) -> int | None:
+    """The first of the attributes that the module, or its config, has as a number."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if type(value) is int and value > 0:
+                return value
+    return None

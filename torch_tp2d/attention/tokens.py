@@ -1,0 +1,159 @@
+"""Which of a model's tokens an attention module on the grid is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ..edges import gather_for_module
+from ..grid import describe_mesh
+from ..layouts import Layout, normalize
+from ..recognise import describe_module
+
+if TYPE_CHECKING:
+    from .runner import AttentionRunner
+
+__all__ = ["Tokens"]
+
+
+class Tokens:
+    """The tokens that an attention module is given, and this row's part of them."""
+
+    def __init__(self, runner: AttentionRunner, module: nn.Module, hidden: Tensor) -> None:
+        self.runner, self.module, self.hidden = runner, module, hidden
+        self.grid, self.row_dim = runner.grid, runner.row_dim
+        self.shape: tuple[int, int] | None = None
+        self.keys: int | None = None
+        if isinstance(hidden, DTensor) and hidden.device_mesh == self.grid.mesh:
+            self.shape = hidden.shape[0], hidden.shape[1]
+            # A model may have several streams of tokens: this is the one under way now.
+            self.grid.tokens.shape = self.shape
+
+    def extent(self, dim: int) -> int:
+        """Batch (0) or sequence (1) of all tokens."""
+        if self.shape is not None:
+            return self.shape[dim]
+        if isinstance(self.hidden, DTensor):
+            layout, local = self.grid.layout(self.hidden, self.row_dim), self.hidden.to_local()
+        else:
+            layout, local = self.declared, self.hidden
+        return self.grid.extent(self.grid.without_stand_in(local, layout), dim, layout)
+
+    @property
+    def declared(self) -> Layout:
+        return self.runner.declared
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of the sequence of queries, and of that of keys."""
+        queries = self.extent(1)
+        return queries, queries if self.keys is None else self.keys
+
+    def enter(self, value: Any, name: str) -> Any:
+        """An argument as the module is to see it."""
+        if isinstance(value, tuple | list):
+            return type(value)(self.enter(item, name) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if value is self.hidden:
+            return self._gather(value)
+        if not (isinstance(value, DTensor) and value.is_floating_point() and value.ndim == 3):
+            return self._cut(value, name)
+        if value.shape[0] != self.hidden.shape[0] or name in self.runner.whole_inputs:
+            return self._cut(value, name)
+        # States to attend to.
+        self.keys = value.shape[1]
+        row = self.grid.row
+        if self.row_dim == 1 and not all(row.split(self.keys)):
+            raise ValueError(
+                f"{describe_module(self.module)}: {name} of shape {tuple(value.shape)} leaves "
+                f"some of {row.name}={row.size} without keys: use row_dim=0 or fewer rows"
+            )
+        return self._gather(value)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """This row's tokens, whole in the hidden dim."""
+        shape: Sequence[int] | None = None
+        if isinstance(x, DTensor):
+            layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
+            shape = tuple(x.shape) if x.device_mesh == self.grid.mesh else None
+            x = x.to_local()
+        else:
+            layout = normalize(self.declared, x.ndim)
+            x = self.grid.without_stand_in(x, layout)
+        row = Shard(self.row_dim)
+        if layout[0] != row:
+            x = self.grid.redistribute(x, layout, (row, layout[1]), shape=shape)
+            layout = row, layout[1]
+        return gather_for_module(x, layout, self.grid, shape)
+
+    def _cut(self, x: Tensor, name: str) -> Tensor:
+        """This row's and column's part of a tensor that is whole."""
+        dims = self.runner.whole_inputs.get(name)
+        if dims is None:
+            dims = _dims_of(x)
+        elif len(dims) != x.ndim:
+            raise ValueError(
+                f"{describe_module(self.module)}: {name} has shape {tuple(x.shape)}, but "
+                f"whole_inputs says that its dims are {dims}"
+            )
+        on_row = self._part(x, name, dims, "sequence" if self.row_dim else "batch")
+        on_col = self._part(x, name, dims, "heads")
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=self.grid.placements((on_row, on_col)))
+            # Other rows have other tokens, other columns other heads: what is whole gets shares.
+            grads = [Partial() if p == Replicate() else p for p in (on_row, on_col)]
+            return x.to_local(grad_placements=grads if x.is_floating_point() else None)
+        for axis, placement in ((self.grid.row, on_row), (self.grid.col, on_col)):
+            if isinstance(placement, Shard):
+                sizes = axis.split(x.shape[placement.dim])
+                start, count = sum(sizes[: axis.index]), sizes[axis.index]
+                if not count:
+                    # For the token that stands in for none.
+                    start, count = 0, 1
+                x = x.narrow(placement.dim, start, count)
+        return x
+
+    def _part(
+        self, x: Tensor, name: str, dims: Sequence[str | None], what: str
+    ) -> Shard | Replicate:
+        """How an axis is to cut ``x``: in the dim that is ``what``."""
+        heads = self.runner.heads
+        axis = self.grid.col if what == "heads" else self.grid.row
+        if what not in dims or axis.size == 1:
+            return Replicate()
+        dim = dims.index(what)
+        if x.shape[dim] == 1:
+            return Replicate()
+        if what == "heads":
+            two_phase = self.runner.row_dim == 1 and self.runner.algorithm == "two_phase"
+            cuts = heads is not None and not heads.whole_query and not two_phase
+            whole = heads.query if heads is not None and cuts else None
+            return Shard(dim) if x.shape[dim] == whole else Replicate()
+        whole = self.extent(self.row_dim)
+        if x.shape[dim] == whole:
+            return Shard(dim)
+        if not isinstance(x, DTensor) and x.shape[dim] == max(1, axis.split(whole)[axis.index]):
+            return Replicate()
+        raise ValueError(
+            f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name} has "
+            f"shape {tuple(x.shape)}, but its dim {dim} was taken for the {what}, which is {whole} "
+            f"long: pass it whole, or say what its dims are: "
+            f"Attention2D(whole_inputs={{{name!r}: (...)}})"
+        )
+
+
+def _dims_of(x: Tensor) -> tuple[str | None, ...]:
+    if x.ndim == 2 and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+        return "sequence", None
+    known: dict[int, tuple[str | None, ...]] = {
+        1: ("sequence",),
+        2: ("batch", "sequence"),
+        3: ("batch", "sequence", None),
+        4: ("batch", "heads", "sequence", None),
+    }
+    return known.get(x.ndim, (None,) * x.ndim)

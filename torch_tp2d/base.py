@@ -1,0 +1,187 @@
+"""What a parallel style is, what a styled module runs, and how a module comes to run it.
+
+A style shards the module's parameters over the mesh and puts a class of its own in front of the
+module's, so that ``forward`` runs an op of :mod:`torch_tp2d.ops` on local shards. The module
+keeps its identity: ``isinstance``, parameter names and hooks are as before.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from .grid import Axes, Grid, describe_mesh
+from .layouts import TP_COL, Layout, normalize
+from .recognise import describe_module
+
+__all__ = [
+    "GridStyle",
+    "LayoutLike",
+    "Runner",
+    "local_shard",
+    "place_parameter",
+    "put_on_grid",
+    "take_off_grid",
+    "tied_message",
+]
+
+LayoutLike = Placement | Sequence[Placement] | None
+
+
+class GridStyle(ParallelStyle):
+    """A style that is at home on a ``("tp_row", "tp_col")`` mesh.
+
+    ``check`` and ``param_layouts`` run before anything is changed or communicated, so that a plan
+    with a mistake in it fails whole, on every rank.
+    """
+
+    axes: Axes = TP_COL
+    is_hook: bool = False
+    """Whether the module goes on running as it is, and so may have another style beside."""
+    places_inside: bool = True
+    """Whether the parameters of all modules inside are the style's business."""
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        """Refuse a module that this style cannot parallelize on this grid.
+
+        Raises:
+            TypeError: for a module of the wrong kind, or parameters that are not floating point.
+            ValueError: for parameters that are on a mesh already, and as the style says.
+        """
+        if isinstance(module, _OnGrid):
+            raise ValueError(
+                f"{describe_module(module)} has a style already ({module._tp2d.style}): name it "
+                f"in one plan entry"
+            )
+        for name, param in module.named_parameters():
+            if not param.is_floating_point():
+                raise TypeError(
+                    f"{describe_module(module)}: {name} has dtype {param.dtype}, but a 2-D style "
+                    f"needs floating point parameters: leave the module out of the plan"
+                )
+            if isinstance(param, DTensor) and param.device_mesh != grid.mesh:
+                raise ValueError(
+                    f"{describe_module(module)}: {name} of shape {tuple(param.shape)} is a DTensor "
+                    f"on mesh {describe_mesh(param.device_mesh)} already, but the style is on "
+                    f"{describe_mesh(grid.mesh)}: apply the 2-D plan first, then fully_shard"
+                )
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        """The module, name and (row, col) layout of each parameter that this style places."""
+        return iter(())
+
+    @abstractmethod
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        """What the module's forward becomes; made before its parameters are placed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        grid = Grid(device_mesh, self.axes)
+        self.check(module, grid)
+        runner = self.runner(module, grid)
+        for owner, name, layout in list(self.param_layouts(module)):
+            place_parameter(owner, name, grid, layout, self.src_data_rank)
+        put_on_grid(module, runner)
+        return module
+
+
+def place_parameter(
+    module: nn.Module, name: str, grid: Grid, layout: Layout, src_data_rank: int | None
+) -> None:
+    """Make a parameter a DTensor on the mesh. Modules that shared it go on sharing it.
+
+    Raises:
+        ValueError: if a module that shares the parameter wants it in another layout.
+    """
+    param = getattr(module, name)
+    placements = tuple(grid.placements(normalize(layout, param.ndim)))
+    if isinstance(param, DTensor):
+        if tuple(param.placements) != placements:
+            raise ValueError(
+                f"{describe_module(module)}: {name} is placed {param.placements} on the mesh "
+                f"already, but this style wants {placements}: name the module in one plan entry"
+            )
+        return
+    placed: Any = getattr(param, "_tp2d_placed", None)
+    if placed is not None and placed.device_mesh == grid.mesh:
+        if tuple(placed.placements) != placements:
+            raise ValueError(tied_message(module, name, placements, placed.placements))
+    else:
+        placed = nn.Parameter(
+            distribute_tensor(param, grid.mesh, placements, src_data_rank=src_data_rank),
+            requires_grad=param.requires_grad,
+        )
+        # On the old parameter, which lives as long as another module still holds it.
+        param._tp2d_placed = placed
+    module.register_parameter(name, placed)
+
+
+def tied_message(
+    module: nn.Module, name: str, wanted: Sequence[Placement], other: Sequence[Placement]
+) -> str:
+    return (
+        f"{describe_module(module)}: its {name} is tied to another module's, which is placed "
+        f"{tuple(other)} on the mesh, but this style wants {tuple(wanted)}: give tied modules "
+        f"styles of one layout (an embedding Rowwise2D and its head Colwise2D), or untie them"
+    )
+
+
+class Runner:
+    """What a styled module does in forward. Immutable, and shared by copies of the module."""
+
+    style: str
+    by_default = False
+    """Whether no plan entry asked for it, so that a later one may replace it."""
+
+    def __deepcopy__(self, memo: Any) -> Runner:
+        return self
+
+    def installed(self, module: nn.Module) -> None:
+        """The module runs on the grid from now on, with its parameters placed.
+
+        Called again before its first forward: loading may have made other parameters.
+        """
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the grid; ``forward`` is the module's own."""
+        raise NotImplementedError
+
+
+class _OnGrid:
+    """Put in front of a module's class by a style."""
+
+    _tp2d: Runner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
+
+
+_classes: dict[tuple[str, type], type] = {}
+
+
+def put_on_grid(module: nn.Module, runner: Runner) -> None:
+    """Make the module's forward the runner's."""
+    kind = type(module)
+    if (runner.style, kind) not in _classes:
+        name = f"{runner.style}{kind.__name__}"
+        _classes[runner.style, kind] = type(name, (_OnGrid, kind), {})
+    object.__setattr__(module, "_tp2d", runner)
+    module.__class__ = _classes[runner.style, kind]
+    runner.installed(module)
+
+
+def take_off_grid(module: nn.Module) -> None:
+    """Give the module its own class back."""
+    module.__class__ = type(module).__mro__[2]
+    del module._tp2d
+
+
+def local_shard(param: Any) -> Any:
+    """A parameter's shard; its gradient comes back as a DTensor placed like the parameter."""
+    return param.to_local() if isinstance(param, DTensor) else param

@@ -1,0 +1,133 @@
+"""What the matmul styles make of a module that embeds: token ids, or patches of images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .base import LayoutLike, Runner, local_shard
+from .edges import enter, leave, to_dtensor
+from .grid import Grid
+from .layouts import Layout, as_layout
+from .ops.embedding import embedding2d
+from .ops.patches import patches
+
+if TYPE_CHECKING:
+    from .styles import _MatmulStyle
+
+__all__ = ["EmbeddingRunner"]
+
+
+class EmbeddingRunner(Runner):
+    """Looks up this rank's part of the vocabulary and brings the result into its layout."""
+
+    def __init__(
+        self,
+        style: str,
+        module: Any,
+        grid: Grid,
+        *,
+        weight: Layout,
+        row_dim: int,
+        given_in: LayoutLike,
+        given_out: LayoutLike,
+        default_col: Placement,
+        use_local_output: bool,
+        grad_layouts: Layout | None,
+    ) -> None:
+        self.style = style
+        self.grid = grid
+        self.row_dim = row_dim
+        vocab, self.hidden = module.weight.shape
+        # Ids are whole everywhere unless a pair says otherwise.
+        self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
+        self.given_out = given_out
+        self.default_col = default_col
+        self.use_local_output, self.grad_layouts = use_local_output, grad_layouts
+        # A dim of the weight that is split leaves the vocabulary partial, or the hidden dim cut.
+        on_row, on_col = (
+            Partial() if p == Shard(0) else Shard(-1) if isinstance(p, Shard) else Replicate()
+            for p in weight
+        )
+        self.result: Layout = on_row, on_col
+        self.vocab_start = 0
+        for axis, placement in zip((grid.row, grid.col), weight, strict=True):
+            if isinstance(placement, Shard) and placement.dim == 0:
+                self.vocab_start = sum(axis.split(vocab)[: axis.index])
+
+    def _output_layout(self, ids: Tensor) -> Layout:
+        """Ids of one dim are positions, ``[sequence]``: they have no batch for tp_row to split."""
+        row: Placement = Shard(self.row_dim)
+        if ids.ndim == 1:
+            row = Replicate() if self.row_dim == 0 else Shard(0)
+        return as_layout(self.given_out, (row, self.default_col), row=row)
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        whole: Layout = Replicate(), Replicate()
+        ids = enter(x, self.declared, whole, self.grid, self.row_dim, None)
+        wanted = self._output_layout(ids)
+        if ids.ndim == 2 and isinstance(wanted[0], Shard):
+            self.grid.tokens.shape = tuple(ids.shape)
+        y = embedding2d(ids, local_shard(module.weight), self.vocab_start, module.padding_idx)
+        grads = self.grad_layouts
+        if grads is None and isinstance(wanted[0], Replicate):
+            # Every row adds these to tokens of its own, so each has a share of the gradient.
+            grads = Partial(), wanted[1]
+        return leave(
+            y,
+            self.result,
+            wanted,
+            self.grid,
+            self.hidden,
+            use_local_output=self.use_local_output,
+            grad_layouts=grads,
+            sizes=tuple(ids.shape),
+        )
+
+
+class PatchRunner(Runner):
+    """Cuts this row's images into patches, and computes this column's features of each."""
+
+    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid, weight: Layout) -> None:
+        self.style = style.rule.style
+        self.grid = grid
+        self.weight_layout, self.weight_shape = weight, tuple(module.weight.shape)
+        given_in, given_out, _ = style.given_layouts
+        # Images are whole everywhere, as an embedding's ids are, unless a pair says otherwise.
+        self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
+        self.wanted_out = as_layout(given_out, (Shard(0), Shard(1)), row=Shard(0))
+        self.use_local_output = style.use_local_output
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        grid, own = self.grid, (Shard(0), Replicate())
+        if isinstance(x, DTensor):
+            batch = x.shape[0]
+        else:
+            batch = grid.extent(x, 0, self.declared)
+        # What follows knows the batch by this; how many tokens an image has changes on the way.
+        grid.tokens.shape = (batch,)
+        x = enter(x, self.declared, own, grid, 0, None)
+        summed: Layout = Replicate(), Shard(0)
+        weight = grid.redistribute(
+            local_shard(module.weight),
+            self.weight_layout,
+            summed,
+            shape=self.weight_shape,
+            partial_grad=(True, False),
+        )
+        bias = local_shard(module.bias)
+        if bias is not None:
+            bias = grid.redistribute(bias, summed, summed, partial_grad=(True, False))
+        y = F.linear(patches(x, *module.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)
+        shape = (batch, self.weight_shape[0], *y.shape[2:])
+        y = grid.redistribute(y, (Shard(0), Shard(1)), self.wanted_out, shape=shape)
+        if not self.use_local_output:
+            return to_dtensor(y, self.wanted_out, grid, shape)
+        if self.wanted_out[0] == Shard(0) and not grid.row.split(batch)[grid.row.index]:
+            y = torch.cat([y, y.new_zeros(1, *y.shape[1:])])
+        return y

@@ -1,0 +1,143 @@
+"""The style for norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from .base import GridStyle, LayoutLike, Runner, local_shard
+from .edges import enter, leave
+from .grid import Grid
+from .layouts import Layout, as_layout, check_row_dim, feature_layout
+from .ops.norm import norm2d
+from .recognise import norm_of
+
+__all__ = ["Norm2D"]
+
+
+class Norm2D(GridStyle):
+    """A LayerNorm or RMSNorm over a hidden dim that is split along an axis.
+
+    Takes ``nn.LayerNorm``, ``nn.RMSNorm`` and any module that computes one of the two over the
+    last dim (its forward is tried on a few numbers when the style is applied).
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input, output    ``(Shard(0), Shard(-1))``       ``[B/R, S, H/C]``
+    weight, bias     ``(Replicate(), Shard(0))``     ``[H/C]``
+    ===============  ==============================  ==============================
+
+    In the transposed layout of the weight-stationary dataflow, which it takes where
+    ``input_layouts`` split the hidden dim along ``tp_row`` and not along ``tp_col``:
+
+    ===============  ==============================  ==============================
+    tensor           layout                          local shape
+    ===============  ==============================  ==============================
+    input, output    ``(Shard(-1), Shard(1))``       ``[B, S/C, H/R]``
+    input, output    ``(Shard(-1), Replicate())``    ``[B, S, H/R]``
+    weight, bias     ``(Shard(0), Replicate())``     ``[H/R]``
+    ===============  ==============================  ==============================
+
+    Only the statistics cross the wire, along the axis that splits the hidden dim, in fp32 at
+    least; and the gradients of weight and bias, along the axis that splits the tokens.
+
+    Keyword Args:
+        input_layouts, output_layouts: as in :class:`Colwise2D`; ``Shard(-1)`` by default. In the
+            transposed layout the output is laid out as the input by default.
+        use_local_output: hand on a local tensor (default) or a DTensor.
+        row_dim: the token dim that ``tp_row`` splits.
+
+    Raises:
+        TypeError: if the module computes something else.
+
+    Example::
+
+        >>> plan = {"ln": Norm2D(), "fc1": Block2DParallel(), "fc2": Block2DParallel()}
+        >>> one_token = {"ln": Norm2D(input_layouts=(Shard(-1), Replicate())), ...}
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: LayoutLike = None,
+        output_layouts: LayoutLike = None,
+        use_local_output: bool = True,
+        row_dim: int = 0,
+    ) -> None:
+        super().__init__()
+        check_row_dim(row_dim)
+        default = feature_layout(row_dim)
+        self.row_dim = row_dim
+        self.input_layouts = as_layout(input_layouts, default, row=default[0])
+        # The placements of a hidden dim, in 2, 3 or more dims or in the three that are usual.
+        hidden = (Shard(-1), Shard(2))
+        self.transposed = self.input_layouts[0] in hidden and self.input_layouts[1] not in hidden
+        self.blocks = self.input_layouts if self.transposed else default
+        self.output_layouts = as_layout(output_layouts, self.blocks, row=default[0])
+        self.use_local_output = use_local_output
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        norm_of(module)
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        layout: Layout = (Shard(0), Replicate()) if self.transposed else (Replicate(), Shard(0))
+        for name, _ in module.named_parameters(recurse=False):
+            yield module, name, layout
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _NormRunner(self, module, grid)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, "
+            f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
+            f"row_dim={self.row_dim})"
+        )
+
+
+class _NormRunner(Runner):
+    def __init__(self, style: Norm2D, module: nn.Module, grid: Grid) -> None:
+        self.style = "Norm2D"
+        self.norm = norm_of(module)
+        self.grid = grid
+        self.row_dim = style.row_dim
+        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
+        self.blocks = style.blocks
+        self.hidden_axis, across = (
+            (grid.row, grid.col) if style.transposed else (grid.col, grid.row)
+        )
+        tokens = self.blocks[1] if style.transposed else self.blocks[0]
+        self.token_axis = across if isinstance(tokens, Shard) else None
+        self.use_local_output = style.use_local_output
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
+        x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
+        weight = local_shard(getattr(module, "weight", None))
+        if weight is not None and self.norm.weight_offset:
+            weight = weight + self.norm.weight_offset
+        y = norm2d(
+            x,
+            weight,
+            local_shard(getattr(module, "bias", None)),
+            hidden=hidden,
+            eps=torch.finfo(x.dtype).eps if self.norm.eps is None else self.norm.eps,
+            centered=self.norm.centered,
+            hidden_axis=self.hidden_axis,
+            token_axis=self.token_axis,
+        )
+        return leave(
+            y,
+            self.blocks,
+            self.wanted_out,
+            self.grid,
+            hidden,
+            use_local_output=self.use_local_output,
+            sizes=sizes,
+        )
