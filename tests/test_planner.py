@@ -80,6 +80,18 @@ def test_rates_are_measured_once_and_agreed_on() -> None:
     assert once and all(0 < rate < math.inf for rate in rates)
 
 
+def _named() -> str:
+    planner.assume(SLOW)
+    linear = nn.Linear(8, 8)
+    torch_tp2d.parallelize_module(linear, grid_mesh(2, 1), Colwise2D(algorithm="summa"))
+    return type(linear._tp2d).__name__
+
+
+def test_a_named_algorithm_is_what_runs() -> None:
+    """It is a way of moving the weight: ``auto`` must not choose the dataflow that moves none."""
+    assert set(world.run(2, _named)) == {"_LinearRunner"}
+
+
 def _trained(rows: int, columns: int, sizes: tuple[int, int, int], plan: Any) -> float:
     planner.assume(SLOW)
     choice.ADVANTAGE = math.inf

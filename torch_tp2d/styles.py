@@ -211,7 +211,9 @@ class _MatmulStyle(GridStyle):
         if not is_embedding(module):
             if self.dataflow == STATIONARY:
                 return _StationaryRunner(self, module, grid)
-            rates = measured(grid.mesh, grid.row, grid.col) if grid.axes == TP_COL else None
+            rates = None
+            if self.algorithm == "auto" and grid.axes == TP_COL:
+                rates = measured(grid.mesh, grid.row, grid.col)
             own = _LinearRunner(self, module, grid, rates)
             if rates is None or self.dataflow != "auto" or not self.shards_over_row:
                 return own
@@ -496,8 +498,8 @@ class Colwise2D(_MatmulStyle):
             less time for as many tokens, each time, by the arithmetic of
             :mod:`torch_tp2d.planner` and the rates of links and ranks, measured on gloo when a
             mesh gets its first style (:func:`torch_tp2d.planner.assume` gives others). Where
-            rates or tokens are not known, and under ``torch.compile``, it is the style's own. An
-            embedding's weight never moves, whatever the dataflow.
+            rates or tokens are not known, under ``torch.compile`` and for an algorithm named
+            below, which moves the weight, it is the style's own. An embedding's weight never moves, whatever the dataflow.
         algorithm: ``"auto"``, ``"ring"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
             ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo, if
             transfers take longer there than rounds cost, and ``"collective"`` elsewhere. A weight
