@@ -499,7 +499,8 @@ class Colwise2D(_MatmulStyle):
             :mod:`torch_tp2d.planner` and the rates of links and ranks, measured on gloo when a
             mesh gets its first style (:func:`torch_tp2d.planner.assume` gives others). Where
             rates or tokens are not known, under ``torch.compile`` and for an algorithm named
-            below, which moves the weight, it is the style's own. An embedding's weight never moves, whatever the dataflow.
+            below, which moves the weight, it is the style's own. An embedding's weight never
+            moves, whatever the dataflow.
         algorithm: ``"auto"``, ``"ring"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
             ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo, if
             transfers take longer there than rounds cost, and ``"collective"`` elsewhere. A weight
