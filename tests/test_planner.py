@@ -27,7 +27,7 @@ SLOW = Rates(row=25e6, col=25e6, flops=2e10)
 def _case(columns: int = 2, rows: int = 2, rule: Any = layouts.COLWISE, **args: Any) -> LinearCase:
     stream, features = (Shard(0), Shard(1)), (Shard(0), Shard(-1))
     takes, gives = (stream, features) if rule is layouts.COLWISE else (features, stream)
-    given = {"in_features": 512, "out_features": 512, "overlaps": True, "keeps_weight": None}
+    given = {"in_features": 512, "out_features": 512}
     return LinearCase(rule, takes, gives, rows=rows, columns=columns, **{**given, **args})
 
 

@@ -315,7 +315,7 @@ class _LinearRunner(Runner):
             self.in_features,
             arriving=arriving,
         )
-        have, op = self.result, self._op(x, tokens)
+        have, op = self.result, self._op(tokens)
         if ready is None:
             y = linear2d(x, *self._shards(module), op)
         else:
@@ -336,19 +336,24 @@ class _LinearRunner(Runner):
             sizes=sizes,
         )
 
-    def _op(self, x: Tensor, tokens: Sizes | None) -> LinearOp:
-        """The op, which keeps its gathered weight if that is no larger than ``x``.
+    def _op(self, tokens: Sizes | None) -> LinearOp:
+        return self.op if self.keeps(tokens, self.grid.col.index) else self.resharding
 
-        Decided by sizes that all ranks know: a rank with fewer tokens has to decide alike. Without
+    def keeps(self, tokens: Sizes | None, column: int) -> bool:
+        """Whether a column of ranks keeps its gathered weight: if it is no larger than the input.
+
+        Decided by sizes that all its ranks know: one with fewer tokens has to decide alike. Without
         an embedding that writes them, some modules' sizes are known and others' not: all keep.
         """
+        if not self.may_reshard or tokens is None or self.grid.tokens.shape is None:
+            return self.op.keep_weight
         cut = self.op.cut
-        if self.may_reshard and tokens is not None and self.grid.tokens.shape is not None:
-            longest = math.prod(tokens) // tokens[self.row_dim]
-            longest *= self.grid.row.split(tokens[self.row_dim])[0]
-            if cut.p * cut.col.split(cut.q)[cut.col.index] > longest * x.shape[-1]:
-                return self.resharding
-        return self.op
+        longest = math.prod(tokens) // tokens[self.row_dim]
+        longest *= self.grid.row.split(tokens[self.row_dim])[0]
+        features = self.in_features
+        if not isinstance(self.operand[1], Replicate):
+            features = cut.col.split(features)[column]
+        return cut.p * cut.col.split(cut.q)[column] <= longest * features
 
     def _leaves_by(self, x: Tensor) -> ring.Shards | None:
         """How a partial result goes to its output layout, if that is by shards of the tokens."""
@@ -421,8 +426,6 @@ class _ChoosingRunner(Runner):
             out_features=own.out_features,
             rows=own.grid.row.size,
             columns=own.grid.col.size,
-            overlaps=own.in_rounds,
-            keeps_weight=None if own.may_reshard else own.op.keep_weight,
         )
         self.chosen: dict[tuple[int, int, bool], str] = {}
 
@@ -437,7 +440,14 @@ class _ChoosingRunner(Runner):
         dataflow = self.chosen.get(key)
         if dataflow is None:
             count, itemsize, backward = key
-            dataflow = choose_dataflow(self.case, count, itemsize, self.rates, backward=backward)
+            dataflow = choose_dataflow(
+                self.case,
+                count,
+                itemsize,
+                self.rates,
+                backward=backward,
+                keep_weight=self.own.keeps(tokens, column=0),
+            )
             self.chosen[key] = dataflow
         stays = dataflow == STATIONARY
         return (self.stationary if stays else self.own).run(module, forward, x)
