@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,17 +73,10 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
 
 def _measure(row: Axis, col: Axis) -> Rates:
     axes = [axis for axis in (row, col) if axis.size > 1]
-    matrix = torch.rand(PROBE_SIDE, PROBE_SIDE)
+    matrix = torch.rand(PROBE_SIDE, PROBE_SIDE, dtype=torch.float32)
     slowest = [_seconds(lambda: matrix @ matrix), 0.0, 0.0]
     for axis in axes:
-        small, large = torch.zeros(1), torch.zeros(PROBE_BYTES // 4)
-        all_gather(small, 0, (1,) * axis.size, axis).wait()
-        sizes = (large.numel(),) * axis.size
-
-        def send(axis: Axis = axis, large: torch.Tensor = large, sizes: tuple = sizes) -> None:
-            all_gather(large, 0, sizes, axis).wait()
-
-        slowest[1 + (axis is col)] = _seconds(send)
+        slowest[1 + (axis is col)] = _seconds(partial(_gather, axis))
     agreed = torch.tensor(slowest, dtype=torch.float64)
     for axis in axes:
         agreed = all_reduce(agreed, axis, "max").wait()
@@ -94,8 +88,13 @@ def _measure(row: Axis, col: Axis) -> Rates:
     return Rates(row_rate, col_rate, 2 * PROBE_SIDE**3 / compute)
 
 
+def _gather(axis: Axis) -> None:
+    sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    all_gather(sent, 0, (PROBE_BYTES,) * axis.size, axis).wait()
+
+
 def _seconds(run: Callable[[], object]) -> float:
-    """The better of two, after one that does not count."""
+    """The better of two, after one that connects the ranks and does not count."""
     run()
     taken = []
     for _ in range(2):
