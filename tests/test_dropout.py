@@ -237,7 +237,7 @@ def _feeds(rows: int, columns: int, layer: type[Layer]) -> dict[Any, float]:
     return seen
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 3), (3, 2)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 3), deep(3, 2)])
 def test_tokens_rows_and_features_even_or_not(rows: int, columns: int) -> None:
     """Both axes on the sequence (row_dim 1) too, where shards are chunks of chunks."""
     for seen in world.run(rows * columns, _feeds, rows, columns, Layer):

@@ -87,7 +87,7 @@ def _train(plan: str, shape: tuple[int, ...], names: tuple[str, ...]) -> float:
     return max(_step(reference, model, optimizers, data, seed, clips) for seed in range(3))
 
 
-@pytest.mark.parametrize("plan", ["plan_2d", "plan_mixed"])
+@pytest.mark.parametrize("plan", ["plan_2d", deep("plan_mixed")])
 def test_fsdp2_with_tp2d(plan: str) -> None:
     assert max(world.run(8, _train, plan, (2, 2, 2), DP)) < TOLERANCE
 
@@ -138,7 +138,7 @@ def _go_on(folder: str, shape: tuple[int, ...]) -> float:
 def test_a_checkpoint_goes_on_on_another_grid(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     assert max(world.run(8, _checkpoint_on, folder)) < TOLERANCE
-    for shape in ((1, 4, 2), (2, 1, 4), (2, 4, 1)):
+    for shape in ((1, 4, 2), (2, 1, 4)):
         assert max(world.run(8, _go_on, folder, shape)) < TOLERANCE, shape
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
+from marks import deep
 from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -178,8 +179,10 @@ def _loaded_and_trained(
     return seen, share
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4)])
-@pytest.mark.parametrize("load", [_by_plan, _by_name])
+@pytest.mark.parametrize(
+    "load,rows,columns",
+    [(_by_plan, 2, 2), (_by_name, 1, 4), deep(_by_plan, 1, 4), deep(_by_name, 2, 2)],
+)
 def test_transformers_loads_straight_into_shards(
     saved: Callable[..., str], load: Callable[..., nn.Module], rows: int, columns: int
 ) -> None:

@@ -219,7 +219,7 @@ def _tutorial(rows: int, columns: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(2, 4)])
 def test_the_tutorials_llama(rows: int, columns: int) -> None:
     _check(world.run(rows * columns, _tutorial, rows, columns))
 
@@ -281,7 +281,9 @@ def _under_fsdp(build: Any, layers: str, shape: tuple[int, int, int]) -> Differe
 
 
 @pytest.mark.parametrize(
-    "build,layers", [(llama_odd, "model.layers"), (gpt2, "transformer.h")], ids=["llama", "gpt2"]
+    "build,layers",
+    [(llama_odd, "model.layers"), deep(gpt2, "transformer.h")],
+    ids=["llama", "gpt2"],
 )
 def test_under_fsdp(build: Any, layers: str) -> None:
     for seen in world.run(8, _under_fsdp, build, layers, (2, 2, 2)):

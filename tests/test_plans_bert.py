@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import world
 from hf import TOLERANCE, Batch, causal_lm_batch, in_fp64, on_grid, train_beside
+from marks import deep
 from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,7 +97,7 @@ def _train(
 BOTH = [{"row_dim": 0}, {"row_dim": 1}]
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), deep(4, 1)])
 def test_masked_lm(rows: int, columns: int) -> None:
     """A batch of 5, a sequence of 7 and a vocabulary of 37, none of which divides."""
     for worst in world.run(rows * columns, _train, rows, columns, 5, 7, BOTH, {}):
@@ -197,6 +198,7 @@ def _under_fsdp() -> float:
     return worst
 
 
+@pytest.mark.deep
 def test_fsdp2() -> None:
     assert max(world.run(8, _under_fsdp)) < TOLERANCE
 

@@ -327,6 +327,7 @@ def _compiled() -> dict[str, float]:
     return worst
 
 
+@pytest.mark.deep
 def test_it_is_one_graph() -> None:
     no_difference(world.run(4, _compiled), TOLERANCE)
 
