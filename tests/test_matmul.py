@@ -8,13 +8,14 @@ import pytest
 import reference
 import torch
 import world
+from marks import deep
 from models import grid_mesh
 from torch import Tensor
 
 from torch_tp2d.grid import Grid
 from torch_tp2d.ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d
 
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (2, 4), (3, 3)]
+GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), deep(2, 4), (3, 3)]
 SIZES = [(12, 24, 36), (7, 5, 11), (3, 2, 2)]
 """Tokens, features in, features out: even, odd, and smaller than the grid."""
 TOLERANCE = 1e-12

@@ -8,6 +8,7 @@ from typing import Any
 import models
 import pytest
 import world
+from marks import deep
 from models import (
     grid_mesh,
     local_heads,
@@ -57,7 +58,7 @@ def test_the_renamed_tutorial_plan(rows: int, columns: int, sizes: tuple[int, in
 
 
 @pytest.mark.parametrize("plan", ["plan_mixed", "plan_without_sequence_parallel"])
-@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), (1, 4)])
 def test_other_plans(plan: str, rows: int, columns: int) -> None:
     for sizes in (EVEN, UNEVEN):
         for difference, _ in world.run(rows * columns, _train, plan, rows, columns, sizes):
