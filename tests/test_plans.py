@@ -139,7 +139,7 @@ FEW = [llama_odd, qwen2, gpt2]
     "rows,columns,row_dim,builders",
     [
         (2, 2, 0, BUILDERS),
-        (2, 2, 1, BUILDERS),
+        (2, 2, 1, FEW),
         (1, 4, 0, FEW),
         (4, 1, 1, FEW),
         *(deep(*grid, row_dim, BUILDERS) for grid in GRIDS for row_dim in (0, 1)),

@@ -96,7 +96,7 @@ def test_swin(rows: int, columns: int) -> None:
     assert max(world.run(rows * columns, _features, rows, columns, [4, 3], {})) < TOLERANCE
 
 
-@pytest.mark.parametrize("heads", [(3, 6), deep((1, 8))])
+@pytest.mark.parametrize("heads", [deep((3, 6)), deep((1, 8))])
 def test_heads_that_do_not_divide(heads: Heads) -> None:
     """Swin-T has 3 heads in its first stage: whole on every rank there, cut in the others."""
     config = {"heads": heads, "use_absolute_embeddings": True, "qkv_bias": False}

@@ -135,6 +135,7 @@ def _computed_again() -> float:
     return train_beside(reference, model, data, truth=seq2seq_truth, steps=2).worst
 
 
+@pytest.mark.deep
 def test_activation_checkpointing() -> None:
     """The encoder is computed again when the decoder's sizes are under way."""
     assert max(world.run(4, _computed_again)) < TOLERANCE
