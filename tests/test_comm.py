@@ -13,6 +13,7 @@ from models import grid_mesh
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+import torch_tp2d
 from torch_tp2d import comm, groups
 from torch_tp2d.grid import Grid
 from torch_tp2d.layouts import TP_COL, TP_ROW
@@ -67,6 +68,26 @@ def _raw(rows: int, columns: int, piece: int) -> None:
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int, piece: int) -> None:
     world.run(rows * columns, _raw, rows, columns, piece)
+
+
+def _pieces_by_rate() -> list[int]:
+    grid = Grid(grid_mesh(2, 2))
+    comm.PIECE_BYTES, shards = 64, (16, 16)
+    comm.link_is(12.5e6, grid.row)
+    comm.link_is(125e6, grid.col)
+    whole = _whole(32, 4)
+    counted = []
+    for axis in (grid.row, grid.col):
+        with torch_tp2d.CommCounter(grid.mesh) as counter:
+            gathered = comm.all_gather(_mine(whole, 0, axis), 0, shards, axis).wait()
+        assert torch.equal(gathered, whole)
+        counted += [sum(counter.calls.values()), len(axis.rounds(shards, 4, whole.dtype))]
+    return counted
+
+
+def test_a_fast_link_takes_pieces_twice_as_large() -> None:
+    for counted in world.run(4, _pieces_by_rate):
+        assert counted == [8, 8, 4, 4]
 
 
 def _exact_reduce_scatter() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm import Axis, all_gather, all_reduce
+from ..comm import Axis, all_gather, all_reduce, link_is
 
 __all__ = ["Rates", "assume", "measured"]
 
@@ -67,7 +67,9 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
     if root not in _known:
         # Real numbers, whatever the model is made on.
         with torch.device("cpu"), torch.no_grad():
-            _known[root] = _measure(row, col)
+            rates = _known[root] = _measure(row, col)
+        link_is(rates.row, row)
+        link_is(rates.col, col)
     return _known[root]
 
 
