@@ -230,13 +230,26 @@ def test_inputs_gathered_again_are_not_kept() -> None:
     assert set(world.run(4, _regathered)) == {(0, 4 * 1536)}
 
 
+LETTERS = {
+    "all_gather_into_tensor": "g",
+    "all_to_all_single": "s",
+    "all_reduce": "r",
+    "wait_tensor": ".",
+    "mm": "x",
+    "addmm": "x",
+    "addmm_": "x",
+}
+"""Transfers started (gather, scatter, reduce), awaited, and products."""
+
+
+def letter(func: Any, args: Any, row_group: str) -> str:
+    """An operation's letter, a capital if it is a transfer along tp_row."""
+    known = LETTERS.get(getattr(func, "_opname", ""), "")
+    return known.upper() if args and args[-1] == row_group else known
+
+
 class _Events(TorchDispatchMode):
-    """Transfers started (g gather, s scatter, r all-reduce), awaited (.) and products (x).
-
-    Capitals are along tp_row.
-    """
-
-    LETTERS = {"all_gather_into_tensor": "g", "all_to_all_single": "s", "all_reduce": "r"}
+    """What a rank does, one letter each."""
 
     def __init__(self, row_group: str) -> None:
         super().__init__()
@@ -246,13 +259,7 @@ class _Events(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func._opname
-        if func.namespace == "_c10d_functional":
-            letter = self.LETTERS.get(name, ".")
-            in_row = letter != "." and args[-1] == self.row_group
-            self.seen += letter.upper() if in_row else letter
-        elif name in ("mm", "addmm", "addmm_"):
-            self.seen += "x"
+        self.seen += letter(func, args, self.row_group)
         return func(*args, **(kwargs or {}))
 
 

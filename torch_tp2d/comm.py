@@ -120,43 +120,70 @@ class Axis:
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Cut shards of ``sizes`` rows of ``width`` elements into what is sent at a time.
 
+        Every rank has a part in every round, unless there is only one: a compiled graph drops a
+        transfer of whose result its rank makes nothing, and the others would wait for it.
+
         Returns:
             ``(start, counts)`` for each round: rank ``r`` sends its rows from ``start`` on,
             ``counts[r]`` of them.
         """
-        longest = max(sizes)
+        longest, shortest = max(sizes), min(sizes)
         count = self._cut(longest * width, dtype)
         count = count if self.is_gloo else min(count, ROUNDS)
-        rounds, start = [], 0
-        for length in chunk_sizes(longest, min(count, longest)) if longest else ():
-            rounds.append((start, tuple(max(0, min(length, size - start)) for size in sizes)))
-            start += length
-        return rounds
+        starts = range(0, shortest, -(-shortest // count)) if shortest else range(1)
+        return [
+            (start, tuple(min(end, size) - start for size in sizes))
+            for start, end in zip(starts, (*starts[1:], longest), strict=True)
+        ]
 
 
 class Pending:
     """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps.
 
-    A transfer is one or more pieces, each a function that starts a collective.
+    A transfer is one or more pieces, each a function that starts a collective of its first
+    argument.
     """
 
-    __slots__ = ("_finish", "_value", "_wires")
+    __slots__ = ("_finish", "_pieces", "_value", "_wires")
 
     def __init__(
         self,
         value: Tensor | None,
-        pieces: Sequence[Callable[[], Tensor]] = (),
+        pieces: Sequence[partial[Tensor]] = (),
         finish: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
         self._value = value
         self._finish = finish
+        self._pieces = pieces
         self._wires = [start() for start in pieces]
 
-    def wait(self) -> Tensor:
+    def wait(self, *, if_used: bool = False) -> Tensor:
+        """The tensor, when it is there.
+
+        Args:
+            if_used: in a graph, wait only if something is made of it.
+        """
         if self._finish is None:
             assert self._value is not None
             return self._value
-        return self._finish([_c10d.wait_tensor(wire) for wire in self._wires])
+        if not if_used:
+            return self._finish([_c10d.wait_tensor(wire) for wire in self._wires])
+        sent = [piece.args[0] for piece in self._pieces]
+        return self._finish(list(map(_arrived, self._wires, sent)))
+
+
+@torch.library.custom_op("torch_tp2d::arrived", mutates_args=())
+def _arrived(wire: Tensor, sent: Tensor) -> Tensor:
+    """``wait_tensor``, which a graph keeps even if nothing uses it, without that effect.
+
+    What was sent is an argument for its memory not to be used again before.
+    """
+    return _c10d.wait_tensor(wire).clone()
+
+
+@_arrived.register_fake
+def _(wire: Tensor, sent: Tensor) -> Tensor:
+    return torch.empty_like(wire)
 
 
 def _elements(shape: Sequence[int]) -> int:
@@ -181,7 +208,12 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     if longest * _elements(rest) == 0:
         return Pending(x.new_empty((sum(sizes), *rest)).movedim(0, dim))
     if shard.shape[0] < longest:
-        shard = torch.cat([shard, shard.new_zeros((longest - shard.shape[0], *rest))])
+        padding = shard.new_zeros(())
+        if torch.compiler.is_compiling():
+            # Two gathers of nothing would be one node, on this rank alone.
+            padding = shard.sum(dtype=shard.dtype)
+        padding = padding.expand(longest - shard.shape[0], *rest)
+        shard = torch.cat([shard, padding])
     else:
         # A copy: x may be changed in place, or freed, while it travels.
         shard = shard.clone(memory_format=torch.contiguous_format)

@@ -3,7 +3,8 @@
 They let a transfer and the matmul beside it be written apart, in different autograd nodes, and
 still run together: who needs a tensor takes it piece by piece as it comes, and anybody else, user
 code between two styles say, gets an ordinary tensor, because every operation on a
-:class:`Deferred` waits for its value first. ``torch.compile`` never sees one.
+:class:`Deferred` waits for its value first. ``torch.compile`` never sees one, only a
+:class:`Transfer` that begins and ends in one autograd node.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from .comm import Axis, Pending, all_gather
 
 __all__ = [
     "Again",
+    "Assembly",
     "Deferred",
     "Gathering",
     "Owed",
     "Piece",
     "Products",
     "Transfer",
+    "rows_of",
     "settle",
     "undeferred",
 ]
@@ -66,6 +69,32 @@ def undeferred(x: Tensor) -> Tensor:
     return x.value() if isinstance(x, Deferred) else x
 
 
+class Assembly:
+    """A tensor of ``shape`` that is put together from blocks of a dim.
+
+    In place; in a traced graph at the end, where each block put in place would copy the rest.
+    """
+
+    def __init__(self, shape: Sequence[int], dim: int, like: Tensor) -> None:
+        self.dim = dim
+        self.out = like.new_empty(shape)
+        self._blocks: list[tuple[int, Tensor]] = []
+
+    def put(self, block: Tensor, start: int) -> None:
+        """Write a block to its place, ``start`` on."""
+        if torch.compiler.is_compiling():
+            self._blocks.append((start, block))
+        else:
+            self.out.narrow(self.dim, start, block.shape[self.dim]).copy_(block)
+
+    def value(self) -> Tensor:
+        """The tensor, when all of it is there."""
+        if torch.compiler.is_compiling():
+            blocks = sorted(self._blocks, key=lambda block: block[0])
+            return torch.cat([block for _, block in blocks], self.dim)
+        return self.out
+
+
 class Transfer:
     """``x`` gathered along an axis, in pieces of rows.
 
@@ -78,22 +107,31 @@ class Transfer:
 
     def __init__(self, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> None:
         # Detached: x may refer to what is gathered from it.
-        self.shard, self.again = x.detach(), Again(dim, sizes, axis)
+        self.shard = x = x.detach()
+        self.again = Again(dim, sizes, axis)
         self.dim = dim
-        self.offsets = [0, *accumulate(sizes)]
+        self.offsets = [0, *accumulate(sizes)][:-1]
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         self.pieces: deque[tuple[int, tuple[int, ...], Pending]] = deque()
         for start, counts in axis.rounds(sizes, math.prod(rest), x.dtype):
-            piece = x.narrow(dim, min(start, x.shape[dim]), counts[axis.index]).movedim(dim, 0)
+            piece = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
             self.pieces.append((start, counts, all_gather(piece, 0, counts, axis)))
-        self.whole = x.new_empty([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]])
+        self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, x)
 
-    def arrivals(self) -> Iterator[Piece]:
+    def arrivals(self, *, if_used: bool = False) -> Iterator[Piece]:
+        """The pieces that nobody has taken yet, each when it is there."""
         while self.pieces:
             start, counts, pending = self.pieces.popleft()
-            piece = Piece(self.dim, self.offsets, start, counts, pending.wait())
+            rows = pending.wait(if_used=if_used)
+            piece = Piece(self.dim, self.offsets, start, counts, rows)
             piece.put(piece.rows, self.whole)
             yield piece
+
+    def value(self, *, if_used: bool = False) -> Tensor:
+        """The whole, when all of it is there."""
+        for _ in self.arrivals(if_used=if_used):
+            pass
+        return self.whole.value()
 
 
 class Again:
@@ -124,17 +162,27 @@ class Piece:
     counts: tuple[int, ...]
     rows: Tensor
 
-    def blocks(self, rows: Tensor | None = None) -> Iterator[tuple[Tensor, int, int]]:
-        """``(block, start, count)``: ``rows`` rank by rank, and where they go in the whole."""
-        parts = (self.rows if rows is None else rows).split(self.counts)
-        for part, offset, count in zip(parts, self.offsets, self.counts, strict=False):
-            if count:
-                yield part, offset + self.start, count
+    def of(self, other: Tensor) -> Tensor:
+        """The same rows of another tensor that is as long in the dim."""
+        return rows_of(other, self.dim, self.offsets, self.start, self.counts)
 
-    def put(self, rows: Tensor, out: Tensor) -> None:
+    def put(self, rows: Tensor, out: Assembly) -> None:
         """Write what was made of the piece's rows to their places in ``out``."""
-        for block, start, count in self.blocks(rows):
-            out.narrow(self.dim, start, count).copy_(block.movedim(0, self.dim))
+        for block, offset in zip(rows.split(self.counts), self.offsets, strict=True):
+            out.put(block.movedim(0, self.dim), offset + self.start)
+
+
+def rows_of(
+    x: Tensor, dim: int, offsets: Sequence[int], start: int, counts: Sequence[int]
+) -> Tensor:
+    """Of each of the shards at ``offsets`` some rows from ``start`` on: ``[tokens, features]``."""
+    blocks = [
+        x.narrow(dim, offset + start, count).movedim(dim, 0)
+        for offset, count in zip(offsets, counts, strict=True)
+    ]
+    rows = torch.cat(blocks)
+    # Not -1: a rank may have no features at all.
+    return rows.view(math.prod(rows.shape[:-1]), x.shape[-1])
 
 
 class Gathering(Deferred):
@@ -144,26 +192,15 @@ class Gathering(Deferred):
 
     @staticmethod
     def __new__(cls, transfer: Transfer) -> Any:
-        self = super().__new__(cls, transfer.whole.shape, transfer.whole)
+        self = super().__new__(cls, transfer.whole.out.shape, transfer.whole.out)
         self.transfer = transfer
         return self
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
 
-    @property
-    def arrived(self) -> bool:
-        """Whether the value is there, so that it is best used as one."""
-        return not self.transfer.pieces
-
-    def arrivals(self) -> Iterator[Piece]:
-        """The pieces that nobody has taken yet, each when it is there."""
-        return self.transfer.arrivals()
-
     def value(self) -> Tensor:
-        for _ in self.transfer.arrivals():
-            pass
-        return self.transfer.whole
+        return self.transfer.value()
 
 
 class Products(Deferred):

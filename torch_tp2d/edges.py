@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,8 +21,36 @@ from .deferred import Gathering, Transfer
 from .grid import Grid, Sizes
 from .layouts import Layout, normalize, reduced
 from .ops.matmul.ring import Shards, gather
+from .ops.matmul.traced import Shared
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
+
+
+@overload
+def enter(
+    x: Tensor,
+    declared: Layout,
+    wanted: Layout,
+    grid: Grid,
+    row_dim: int,
+    features: int | None,
+    *,
+    whole_grad: bool = False,
+    arriving: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def enter(
+    x: Tensor,
+    declared: Layout,
+    wanted: Layout,
+    grid: Grid,
+    row_dim: int,
+    features: int | None,
+    *,
+    arriving: bool,
+) -> Tensor | Shared: ...
 
 
 def enter(
@@ -35,7 +63,7 @@ def enter(
     *,
     whole_grad: bool = False,
     arriving: bool = False,
-) -> Tensor:
+) -> Tensor | Shared:
     """An input as the local shard that an op takes.
 
     Args:
@@ -45,7 +73,8 @@ def enter(
             a partial sum there.
         features: global size of the last dim.
         whole_grad: the op's gradient is whole where ``wanted`` replicates.
-        arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering`.
+        arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering` or, in a traced
+            graph, a :class:`~torch_tp2d.ops.matmul.traced.Shared`.
     """
     given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
@@ -70,12 +99,16 @@ def enter(
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     twin = getattr(given, "_tp2d_partial", None)
     if twin is not None and declared == wanted == twin[0]:
-        return twin[1]
+        return twin[1].value() if isinstance(twin[1], Shared) and not arriving else twin[1]
     summed = x.is_floating_point() and not whole_grad
     row_grad, col_grad = (
         summed and isinstance(want, Replicate) and not own
         for want, own in zip(wanted, own_account, strict=True)
     )
+    by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
+    in_rounds = arriving and by_rows and declared[0] == wanted[0]
+    if torch.compiler.is_compiling() and in_rounds and col_grad and grid.col.size > 1:
+        return Shared(x, _shards(x, declared, grid, features, shape))
     shares = (
         col_grad
         and (grid.col.size > 1 or declared[0] != wanted[0])
@@ -91,8 +124,7 @@ def enter(
         shared = getattr(given, "_tp2d_gathered", None)
         if shared is not None and shared[0] == key:
             return shared[1]
-    by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
-    if arriving and shares and by_rows and declared[0] == wanted[0]:
+    if in_rounds and shares:
         result = gather(x, _shards(x, declared, grid, features, shape))
     else:
         result = grid.redistribute(
@@ -146,14 +178,20 @@ def gather_for_module(
         whole = grid.redistribute(x, declared, wanted, shape=shape)
         return grid.with_stand_in(whole, wanted, sizes)
     shards = _shards(x, declared, grid, None, shape)
-    if grid.col.is_gloo and not torch.compiler.is_compiling():
-        whole = Gathering(Transfer(x.detach(), *shards))
+    in_graph = grid.col.is_gloo and torch.compiler.is_compiling()
+    if in_graph:
+        # The graph waits for the twin, as that is multiplied; for this one only if the module's
+        # own code reads it. What is on its way is one and the same.
+        whole = Transfer(x, *shards).value(if_used=True)
+    elif grid.col.is_gloo:
+        whole = Gathering(Transfer(x, *shards))
     else:
         whole = all_gather(x.detach(), *shards).wait().contiguous()
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return grid.with_stand_in(whole, wanted, sizes)
-    result = grid.with_stand_in(_Attach.apply(x, whole, shards), wanted, sizes)
-    result._tp2d_partial = (wanted, gather(x, shards, whole))  # type: ignore[attr-defined]
+    learns = torch.is_grad_enabled() and x.requires_grad
+    result = grid.with_stand_in(_Attach.apply(x, whole, shards) if learns else whole, wanted, sizes)
+    if in_graph or learns:
+        twin = Shared(x, shards) if in_graph else gather(x, shards, whole)
+        result._tp2d_partial = (wanted, twin)  # type: ignore[attr-defined]
     return result
 
 

@@ -321,7 +321,7 @@ class Grid:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
         extent = x.shape[dim]
         if torch.compiler.is_compiling():
-            return extent * math.prod(axis.size for axis in cuts)
+            return extent * math.prod([axis.size for axis in cuts])
         for axis in reversed(cuts):
             mine = torch.tensor([extent], device=x.device)
             sizes = all_gather(mine, 0, (1,) * axis.size, axis).wait().tolist()

@@ -303,28 +303,30 @@ class _LinearRunner(Runner):
         return Ready(ring.late(weight), None if bias is None else ring.late(bias), moving)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        arriving = self.in_rounds and not torch.compiler.is_compiling()
-        ready = fetch(module, self.prepare) if arriving else None
+        ready = None
+        if self.in_rounds and not torch.compiler.is_compiling():
+            ready = fetch(module, self.prepare)
         sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
-        x = enter(
+        operand = enter(
             x,
             self.declared,
             self.operand,
             self.grid,
             self.row_dim,
             self.in_features,
-            arriving=arriving,
+            arriving=self.in_rounds,
         )
         have, op = self.result, self._op(tokens)
+        shards = self._leaves_by(operand.shape) if self.in_rounds else None
+        if shards is not None:
+            have = have[0], Shard(shards.dim)
         if ready is None:
-            y = linear2d(x, *self._shards(module), op)
+            y = linear2d(operand, *self._shards(module), op, shards)
         else:
-            shards = self._leaves_by(x)
-            if shards is not None:
-                have = have[0], Shard(shards.dim)
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(ready.weight.dtype)
-            y = ring.linear(x, ready.weight, ready.bias, op, ready.moving, shards)
+            assert isinstance(operand, Tensor)
+            if torch.is_autocast_enabled(operand.device.type):
+                operand = operand.to(ready.weight.dtype)
+            y = ring.linear(operand, ready.weight, ready.bias, op, ready.moving, shards)
         return leave(
             y,
             have,
@@ -355,14 +357,14 @@ class _LinearRunner(Runner):
             features = cut.col.split(features)[column]
         return cut.p * cut.col.split(cut.q)[column] <= longest * features
 
-    def _leaves_by(self, x: Tensor) -> ring.Shards | None:
+    def _leaves_by(self, shape: torch.Size) -> ring.Shards | None:
         """How a partial result goes to its output layout, if that is by shards of the tokens."""
-        row, col = layouts.normalize(self.wanted_out, x.ndim)
+        row, col = layouts.normalize(self.wanted_out, len(shape))
         if not self.result[1].is_partial() or self.grid.col.size == 1:
             return None
-        if not isinstance(col, Shard) or col.dim == x.ndim - 1 or row != self.result[0]:
+        if not isinstance(col, Shard) or col.dim == len(shape) - 1 or row != self.result[0]:
             return None
-        return ring.Shards(col.dim, self.grid.col.split(x.shape[col.dim]), self.grid.col)
+        return ring.Shards(col.dim, self.grid.col.split(shape[col.dim]), self.grid.col)
 
 
 class _StationaryRunner(Runner):

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm import all_reduce
-from . import bmr, cannon, collective, ring, summa
+from . import bmr, cannon, collective, ring, summa, traced
 from .cut import Algorithm, Cut
 
 __all__ = ["ALGORITHMS", "Algorithm", "Cut", "LinearOp", "linear2d"]
@@ -55,6 +56,13 @@ class LinearOp:
         sizes = self.cut.p_col
         start = sum(sizes[: self.cut.col.index])
         return slice(start, start + sizes[self.cut.col.index])
+
+    def own_bias(self, bias: Tensor | None, features: int) -> Tensor | None:
+        """This rank's bias among the output's ``features``, zeros where others add theirs."""
+        columns = self.bias_columns
+        if bias is None or columns is None:
+            return bias
+        return F.pad(bias, (columns.start, features - columns.stop))
 
     def as_b(self, weight: Tensor) -> Tensor:
         """The module's weight as the algorithms' ``b``, and ``b``'s gradient as the weight's."""
@@ -118,7 +126,29 @@ class _Linear2D(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def linear2d(x: Tensor, weight: Tensor, bias: Tensor | None, op: LinearOp) -> Tensor:
+def _apply(
+    x: Tensor | traced.Shared,
+    weight: Tensor,
+    bias: Tensor | None,
+    op: LinearOp,
+    shards: ring.Shards | None,
+) -> Tensor:
+    if isinstance(x, traced.Shared):
+        if x.whole is None:
+            return x.linear(weight, bias, op)
+        x = x.whole
+    elif shards is not None:
+        return traced.leaving(x, weight, bias, op, shards)
+    return _Linear2D.apply(x, weight, bias, op)
+
+
+def linear2d(
+    x: Tensor | traced.Shared,
+    weight: Tensor,
+    bias: Tensor | None,
+    op: LinearOp,
+    shards: ring.Shards | None = None,
+) -> Tensor:
     """``x W^T + bias`` on a grid, on local shards.
 
     Let M be the tokens of this grid row, K and N the features in and out.
@@ -136,12 +166,17 @@ def linear2d(x: Tensor, weight: Tensor, bias: Tensor | None, op: LinearOp) -> Te
     The bias is ``[Nj]``: a rank adds its part of it, once. The gradient of a whole ``x`` is a
     partial sum along ``tp_col``, for whoever gathered ``x`` to reduce; the gradient of a partial
     result is whole.
+
+    In a traced graph ``ring`` has its transfers made here, beside the product: ``x`` is gathered if
+    it is a :class:`~torch_tp2d.ops.matmul.traced.Shared`, and a partial result is summed and cut if
+    there are ``shards``.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
         # Before anything moves: the wire carries the low precision too.
-        dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return _Linear2D.apply(x, weight, bias, op)
-    return _Linear2D.apply(x, weight, bias, op)
+        with torch.autocast(device, enabled=False):
+            return _apply(x, weight, bias, op, shards)
+    return _apply(x, weight, bias, op, shards)

@@ -5,6 +5,8 @@ there leaves piece by piece as it is computed, on any grid, forward and backward
 other kind of forward. A weight is gathered before it is needed (:mod:`torch_tp2d.prefetch`), and
 its gradient is multiplied and reduced while the input's gradient is on its way (:class:`Owed`).
 
+For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`.
+
 The products are ``collective``'s; what is this module's own is when they are computed.
 """
 
@@ -15,10 +17,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm import Axis, Pending, all_reduce, reduce_scatter
-from ...deferred import Deferred, Gathering, Owed, Products, Transfer, settle, undeferred
+from ...deferred import (
+    Assembly,
+    Deferred,
+    Gathering,
+    Owed,
+    Products,
+    Transfer,
+    rows_of,
+    settle,
+    undeferred,
+)
 from ...prefetch import Regather, end
 from . import collective
 from .collective import SQUARE, WHOLE, ab, abt, atb, prefetch
@@ -35,6 +48,7 @@ __all__ = [
     "abt",
     "abt_leaving",
     "atb",
+    "atb_arriving",
     "gather",
     "prefetch",
 ]
@@ -48,77 +62,73 @@ class Shards(NamedTuple):
     axis: Axis
 
 
-def _rows(x: Tensor, dim: int, start: int, count: int) -> Tensor:
-    """A range of ``dim``, which becomes the first."""
-    return x.narrow(dim, start, count).movedim(dim, 0)
-
-
 def ab_arriving(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, also: Tensor | None = None
+    a: Tensor | Transfer, b: Tensor, bias: Tensor | None = None, also: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """``a[..., P] b[P, Q] + bias -> c[..., Q]``, in rounds if ``a`` is still being gathered.
 
     Args:
         also: another operand ``d[..., K]``, for ``a^T d -> [P, K]``, the second result.
     """
-    if not isinstance(a, Gathering) or a.arrived:
-        flat = undeferred(a).flatten(0, -2)
+    if isinstance(a, Transfer) and not a.pieces:
+        a = a.value()
+    if isinstance(a, Tensor):
+        flat = a.flatten(0, -2)
         c = flat @ b if bias is None else torch.addmm(bias, flat, b)
         second = None if also is None else flat.t() @ also.flatten(0, -2)
         return c.view(*a.shape[:-1], b.shape[1]), second
-    c = b.new_empty(*a.shape[:-1], b.shape[1])
-    second = None if also is None else b.new_zeros(a.shape[-1], also.shape[-1])
+    out = Assembly([*a.whole.out.shape[:-1], b.shape[1]], a.dim, b)
+    second = None if also is None else b.new_zeros(b.shape[0], also.shape[-1])
     for piece in a.arrivals():
         flat = piece.rows.flatten(0, -2)
         part = flat @ b if bias is None else torch.addmm(bias, flat, b)
-        piece.put(part.view(*piece.rows.shape[:-1], b.shape[1]), c)
+        piece.put(part.view(*piece.rows.shape[:-1], b.shape[1]), out)
         if also is not None and second is not None:
-            rows = [_rows(also, piece.dim, start, count) for _, start, count in piece.blocks()]
-            second.addmm_(flat.t(), torch.cat(rows).view(flat.shape[0], also.shape[-1]))
-    return c, second
+            second.addmm_(flat.t(), piece.of(also))
+    return out.value(), second
+
+
+def atb_arriving(a: Transfer, c: Tensor) -> Tensor:
+    """``a[..., P]^T c[..., Q] -> b[P, Q]``, in rounds: this row's share of it."""
+    b = c.new_zeros(a.whole.out.shape[-1], c.shape[-1])
+    for piece in a.arrivals():
+        b.addmm_(piece.rows.flatten(0, -2).t(), piece.of(c))
+    return b
 
 
 def abt_leaving(
     terms: Sequence[tuple[Tensor, Tensor]],
     shards: Shards,
-    bias: tuple[Tensor, slice | None] | None = None,
+    bias: Tensor | None = None,
+    others: Tensor | None = None,
 ) -> Pending:
     """Sum of ``c[..., Q] b[P, Q]^T`` over terms and ranks, ``-> a[..., P]`` by shards of a dim.
 
     Args:
-        bias: ``(bias, columns)``, added to those columns of this rank's part of the sum.
+        bias: ``[P]``, added to this rank's part of the sum.
+        others: ``[..., P]``, this rank's sum of further terms.
     """
     dim, sizes, axis = shards
     c, b = terms[0]
     rest, features = [n for d, n in enumerate(c.shape[:-1]) if d != dim], b.shape[0]
     mine = [*c.shape[:dim], sizes[axis.index], *c.shape[dim + 1 : -1], features]
     offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    sums: list[tuple[int, int, Pending]] = []
+    sums: list[tuple[int, Pending]] = []
     for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
-        part = c.new_empty(sum(counts), *rest, features)
-        flat = part.view(-1, features)
-        for index, (c, b) in enumerate(terms):
-            blocks = [
-                _rows(c, dim, offset + start, count)
-                for offset, count in zip(offsets, counts, strict=True)
-                if count
-            ]
-            rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-            # Not -1: a rank may have no features at all.
-            rows = rows.reshape(flat.shape[0], c.shape[-1])
-            torch.addmm(flat, rows, b.t(), beta=int(index > 0), out=flat)
-        if bias is not None:
-            part[..., bias[1] or slice(None)] += bias[0]
-        count = counts[axis.index]
-        sums.append((start, count, reduce_scatter(part, 0, counts, axis)))
+        rows = rows_of(c, dim, offsets, start, counts)
+        part = rows @ b.t() if bias is None else torch.addmm(bias, rows, b.t())
+        for d, other in terms[1:]:
+            part.addmm_(rows_of(d, dim, offsets, start, counts), other.t())
+        if others is not None:
+            part += rows_of(others, dim, offsets, start, counts)
+        part = part.view(sum(counts), *rest, features)
+        sums.append((start, reduce_scatter(part, 0, counts, axis)))
 
     def finish(_: list[Tensor]) -> Tensor:
-        total = c.new_empty(mine)
-        for start, count, pending in sums:
-            rows = pending.wait()
-            if count:
-                total.narrow(dim, start, count).copy_(rows.movedim(0, dim))
-        return total
+        total = Assembly(mine, dim, c)
+        for start, pending in sums:
+            total.put(pending.wait().movedim(0, dim), start)
+        return total.value()
 
     return Pending(None, (), finish)
 
@@ -198,15 +208,13 @@ class _Linear(torch.autograd.Function):
         b = moving.wait()
         y: Tensor
         if op.gathers_input:
-            y, _ = ab_arriving(x, b, bias)
+            y, _ = ab_arriving(x.transfer if isinstance(x, Gathering) else x, b, bias)
         else:
-            own = None if bias is None else (bias, op.bias_columns)
+            own = op.own_bias(bias, b.shape[0])
             if shards is not None:
                 y = abt_leaving([(x, b)], shards, own).wait()
             else:
-                y = x @ b.t()
-                if own is not None:
-                    y[..., own[1] or slice(None)] += own[0]
+                y = F.linear(x, b, own)
         ctx.op, ctx.shards, ctx.has_bias = op, shards, bias is not None
         ctx.weight_shape = weight.shape
         kept, ctx.again = x, None
@@ -237,14 +245,16 @@ class _Linear(torch.autograd.Function):
         moving = ctx.regather.take() if ctx.regather is not None and need_x else Pending(saved)
         partial: Tensor | None = None
         dx = dw = db = None
-        if ctx.shards is not None:
-            grad = Gathering(Transfer(grad, *ctx.shards))
+        arriving = None if ctx.shards is None else Transfer(grad, *ctx.shards)
         if ctx.regather is not None:
             ctx.regather.start_those_before()
         if need_x and not op.gathers_input:
             # What both products share is multiplied twice as it comes.
-            dx, partial = ab_arriving(grad, moving.wait(), also=x if need_weight else None)
-        grad = undeferred(grad)
+            dx, partial = ab_arriving(
+                arriving or grad, moving.wait(), also=x if need_weight else None
+            )
+        if arriving is not None:
+            grad = arriving.value()
         if ctx.has_bias and need_bias:
             mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
             reducing = all_reduce(mine.flatten(0, -2).sum(0), cut.row)
