@@ -46,6 +46,15 @@ def _raw(rows: int, columns: int, piece: int) -> None:
             comm.reduce_scatter(part, dim, sizes, axis).wait(), _mine(total, dim, axis)
         )
         torch.testing.assert_close(comm.all_reduce(part, axis).wait(), total)
+        if dim == 0:
+            theirs = comm.gather_others(shard, sizes, axis).wait()
+            blocks = [b for r, b in enumerate(whole.split(sizes)) if r != axis.index]
+            assert torch.equal(theirs, torch.cat(blocks) if blocks else whole[:0])
+            sent = [b for r, b in enumerate(part.split(sizes)) if r != axis.index]
+            summed = comm.reduce_from_others(
+                torch.cat(sent) if sent else part[:0], sizes, axis
+            ).wait()
+            torch.testing.assert_close(summed, _mine(total, 0, axis) - _mine(part, 0, axis))
         other = 1 - dim
         moved = comm.all_to_all(shard, other, axis.split(5), dim, sizes, axis).wait()
         assert torch.equal(moved, _mine(whole, other, axis))
@@ -72,7 +81,7 @@ def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int, p
 
 def _pieces_by_rate() -> list[int]:
     grid = Grid(grid_mesh(2, 2))
-    comm.PIECE_BYTES, shards = 64, (16, 16)
+    comm.PIECE_BYTES, comm.FAST_PIECE_BYTES, shards = 64, 128, (16, 16)
     comm.link_is(12.5e6, grid.row)
     comm.link_is(125e6, grid.col)
     whole = _whole(32, 4)
@@ -85,7 +94,7 @@ def _pieces_by_rate() -> list[int]:
     return counted
 
 
-def test_a_fast_link_takes_pieces_twice_as_large() -> None:
+def test_a_fast_link_takes_larger_pieces() -> None:
     for counted in world.run(4, _pieces_by_rate):
         assert counted == [8, 8, 4, 4]
 

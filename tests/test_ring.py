@@ -239,7 +239,7 @@ LETTERS = {
     "addmm": "x",
     "addmm_": "x",
 }
-"""Transfers started (gather, scatter, reduce), awaited, and products."""
+"""Transfers started (gather, send to each other, reduce), awaited, and products."""
 
 
 def letter(func: Any, args: Any, row_group: str) -> str:
@@ -288,24 +288,25 @@ def _order(**options: Any) -> tuple[str, str, str, str]:
 
 
 def test_the_order_of_events() -> None:
-    """Both rounds of a gather are under way before the first is multiplied, and so on.
+    """Both rounds of a gather are under way before anything is multiplied, and so on.
 
     A pass begins with asking how many tokens the others have (``g.``): the input is local.
     Forward: the weight's gather (``GGG``, in three pieces, the second time both weights') before
-    the input's (``gg``), each round multiplied when it is there and the next still travels
-    (``.x.x``); the output's rounds are multiplied and sent before either is waited for
-    (``xsxs..``). Backward: the gradient's rounds multiplied twice each, for the input and for the
-    weight (``.xx.xx``); the sums for bias and weight leave (``RSSS``); the input's gradient
-    leaves by rounds (``xsxs``) and the other weight's is multiplied and sent (``xSSS``) before
-    anything is waited for, if its gather was made ahead of time: not in the first pass, which
-    waits for the first weight's (``....``) before.
+    the input's (``ss``), of which the rank's own rows are multiplied first, then each round when it
+    is there and the next still travels (``x.x.x``); of the output, each round for the other rank is
+    multiplied and sent, then the rank's own rows are, before either is waited for (``xsxsx..``).
+    Backward: the gradient's rows multiplied twice each, for the input and for the weight
+    (``xx.xx.xx``); the sums for bias and weight leave (``RSSS``); the input's gradient leaves by
+    rounds (``xsxsx``) and the other weight's is multiplied and sent (``xSSS``) before anything is
+    waited for, if its gather was made ahead of time: not in the first pass, which waits for the
+    first weight's (``....``) before.
     """
     for events in world.run(4, _order):
         assert events == (
-            "GGGg.gg....x.xGGG...xsxs..",
-            "gg.xx.xxRSSS....RxsxsxSSS......",
-            "GGGGGGg.gg....x.x...xsxs..",
-            "gg.xx.xxRSSSRxsxsxSSS..........",
+            "GGGg.ss...x.x.xGGG...xsxsx..",
+            "ssxx.xx.xxRSSS....RxsxsxxSSS......",
+            "GGGGGGg.ss...x.x.x...xsxsx..",
+            "ssxx.xx.xxRSSSRxsxsxxSSS..........",
         )
 
 
@@ -320,8 +321,8 @@ def test_the_order_of_events_when_weights_are_gathered_again() -> None:
     """
     for events in world.run(4, _order_resharded):
         assert events[1::2] == (
-            "GGGggGGG....xx.xxRSSS....R...xsxsxSSS......",
-            "GGGggGGG....xx.xxRSSSR...xsxsxSSS..........",
+            "GGGssGGG...xx.xx.xxRSSS....R...xsxsxxSSS......",
+            "GGGssGGG...xx.xx.xxRSSSR...xsxsxxSSS..........",
         )
 
 

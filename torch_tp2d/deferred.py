@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .comm import Axis, Pending, all_gather
+from .comm import Axis, Pending, all_gather, gather_others, only_own, without_own
 
 __all__ = [
     "Again",
@@ -95,6 +95,15 @@ class Assembly:
         return self.out
 
 
+class _Arriving(NamedTuple):
+    """A :class:`Piece` that is still under way."""
+
+    start: int
+    counts: tuple[int, ...]
+    at: int
+    rows: Pending
+
+
 class Transfer:
     """``x`` gathered along an axis, in pieces of rows.
 
@@ -112,19 +121,25 @@ class Transfer:
         self.dim = dim
         self.offsets = [0, *accumulate(sizes)][:-1]
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
-        self.pieces: deque[tuple[int, tuple[int, ...], Pending]] = deque()
+        self.pieces: deque[_Arriving] = deque()
         for start, counts in axis.rounds(sizes, math.prod(rest), x.dtype):
-            piece = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
-            self.pieces.append((start, counts, all_gather(piece, 0, counts, axis)))
+            rows = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
+            if axis.spares_own:
+                others = gather_others(rows, counts, axis)
+                self.pieces.append(_Arriving(start, without_own(counts, axis), 0, others))
+            else:
+                self.pieces.append(_Arriving(start, counts, 0, all_gather(rows, 0, counts, axis)))
+        if axis.spares_own:
+            self.pieces.appendleft(_Arriving(0, only_own(sizes, axis), dim, Pending(x)))
         self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, x)
 
     def arrivals(self, *, if_used: bool = False) -> Iterator[Piece]:
-        """The pieces that nobody has taken yet, each when it is there."""
+        """The pieces that nobody has taken yet, each when it is there; this rank's own first."""
         while self.pieces:
-            start, counts, pending = self.pieces.popleft()
+            start, counts, at, pending = self.pieces.popleft()
             rows = pending.wait(if_used=if_used)
-            piece = Piece(self.dim, self.offsets, start, counts, rows)
-            piece.put(piece.rows, self.whole)
+            piece = Piece(self.dim, self.offsets, start, counts, rows, at)
+            piece.put(rows, self.whole)
             yield piece
 
     def value(self, *, if_used: bool = False) -> Tensor:
@@ -154,35 +169,52 @@ class Again:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of every rank's shard: ``rows[sum(counts), ...]``, the gathered dim first."""
+    """Some rows of the ranks' shards: ``counts[r]`` of rank ``r``'s from its ``start`` on.
+
+    ``rows`` has the gathered ``dim`` at ``at``, ``sum(counts)`` long.
+    """
 
     dim: int
     offsets: Sequence[int]
     start: int
     counts: tuple[int, ...]
     rows: Tensor
+    at: int
 
     def of(self, other: Tensor) -> Tensor:
-        """The same rows of another tensor that is as long in the dim."""
-        return rows_of(other, self.dim, self.offsets, self.start, self.counts)
+        """The same rows of another tensor that is as long in the dim, ``[tokens, features]``."""
+        return rows_of(other, self.dim, self.offsets, self.start, self.counts, self.at)
 
     def put(self, rows: Tensor, out: Assembly) -> None:
         """Write what was made of the piece's rows to their places in ``out``."""
-        for block, offset in zip(rows.split(self.counts), self.offsets, strict=True):
-            out.put(block.movedim(0, self.dim), offset + self.start)
+        blocks = rows.split(self.counts, self.at)
+        for block, offset, count in zip(blocks, self.offsets, self.counts, strict=True):
+            if count:
+                out.put(block.movedim(self.at, self.dim), offset + self.start)
 
 
 def rows_of(
-    x: Tensor, dim: int, offsets: Sequence[int], start: int, counts: Sequence[int]
+    x: Tensor,
+    dim: int,
+    offsets: Sequence[int],
+    start: int,
+    counts: Sequence[int],
+    at: int = 0,
 ) -> Tensor:
-    """Of each of the shards at ``offsets`` some rows from ``start`` on: ``[tokens, features]``."""
+    """Of each of the shards at ``offsets`` some rows from ``start`` on: ``[tokens, features]``.
+
+    In the order that they have where the dim is at ``at``.
+    """
     blocks = [
-        x.narrow(dim, offset + start, count).movedim(dim, 0)
+        x.narrow(dim, offset + start, count).movedim(dim, at)
         for offset, count in zip(offsets, counts, strict=True)
+        if count
     ]
-    rows = torch.cat(blocks)
+    if not blocks:
+        return x.new_empty(0, x.shape[-1])
+    rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks, at)
     # Not -1: a rank may have no features at all.
-    return rows.view(math.prod(rows.shape[:-1]), x.shape[-1])
+    return rows.reshape(math.prod(rows.shape[:-1]), x.shape[-1])
 
 
 class Gathering(Deferred):

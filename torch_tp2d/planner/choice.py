@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..comm import PIECE_BYTES, ROUND_SECONDS
+from ..comm import FAST_PIECE_BYTES, ROUND_SECONDS
 from ..layouts import STATIONARY, Layout, MatmulRule
 from .cost import linear_traffic
 from .rates import Rates
@@ -25,7 +25,7 @@ def choose_algorithm(is_gloo: bool, rates: Rates | None) -> str:
     if rates is None:
         return "ring"
     slowest = min(rates.row, rates.col)
-    return "ring" if slowest * ROUND_SECONDS < PIECE_BYTES else "collective"
+    return "ring" if slowest * ROUND_SECONDS < FAST_PIECE_BYTES else "collective"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...comm import Axis, Pending, all_reduce, reduce_scatter
+from ...comm import (
+    Axis,
+    Pending,
+    all_reduce,
+    only_own,
+    reduce_from_others,
+    reduce_scatter,
+    without_own,
+)
 from ...deferred import (
     Assembly,
     Deferred,
@@ -114,17 +122,32 @@ def abt_leaving(
     mine = [*c.shape[:dim], sizes[axis.index], *c.shape[dim + 1 : -1], features]
     offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
     sums: list[tuple[int, Pending]] = []
-    for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
-        rows = rows_of(c, dim, offsets, start, counts)
-        part = rows @ b.t() if bias is None else torch.addmm(bias, rows, b.t())
+
+    def part(start: int, counts: Sequence[int], at: int = 0) -> Tensor:
+        rows = rows_of(c, dim, offsets, start, counts, at)
+        total = rows @ b.t() if bias is None else torch.addmm(bias, rows, b.t())
         for d, other in terms[1:]:
-            part.addmm_(rows_of(d, dim, offsets, start, counts), other.t())
+            total.addmm_(rows_of(d, dim, offsets, start, counts, at), other.t())
         if others is not None:
-            part += rows_of(others, dim, offsets, start, counts)
-        part = part.view(sum(counts), *rest, features)
-        sums.append((start, reduce_scatter(part, 0, counts, axis)))
+            total += rows_of(others, dim, offsets, start, counts, at)
+        return total
+
+    for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
+        if axis.spares_own:
+            sent = without_own(counts, axis)
+            terms_of_others = part(start, sent).view(sum(sent), *rest, features)
+            sums.append((start, reduce_from_others(terms_of_others, counts, axis)))
+        else:
+            whole = part(start, counts).view(sum(counts), *rest, features)
+            sums.append((start, reduce_scatter(whole, 0, counts, axis)))
+    own = part(0, only_own(sizes, axis), dim).view(mine) if axis.spares_own else None
 
     def finish(_: list[Tensor]) -> Tensor:
+        if own is not None:
+            for start, pending in sums:
+                rows = pending.wait().movedim(0, dim)
+                own.narrow(dim, start, rows.shape[dim]).add_(rows)
+            return own
         total = Assembly(mine, dim, c)
         for start, pending in sums:
             total.put(pending.wait().movedim(0, dim), start)
