@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -182,6 +184,32 @@ def take_off_grid(module: nn.Module) -> None:
     del module._tp2d
 
 
+class _LocalShard(torch.autograd.Function):
+    """``to_local()`` of a parameter, without the dispatch that takes longer than small products."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Any) -> Tensor:
+        ctx.spec = param._spec
+        shard: Tensor = param._local_tensor
+        ctx.strides = shard.stride()
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        if grad.stride() == ctx.strides:
+            # A spec of its own: torch changes them in place.
+            return DTensor(grad, copy(ctx.spec), requires_grad=False)
+        spec = ctx.spec
+        return DTensor.from_local(
+            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+
 def local_shard(param: Any) -> Any:
     """A parameter's shard; its gradient comes back as a DTensor placed like the parameter."""
-    return param.to_local() if isinstance(param, DTensor) else param
+    if not isinstance(param, DTensor):
+        return param
+    if torch.compiler.is_compiling() or not param.requires_grad:
+        return param.to_local()
+    return _LocalShard.apply(param)

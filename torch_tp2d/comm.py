@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,6 +155,15 @@ class Axis:
         ]
 
 
+def _below_autograd() -> AbstractContextManager[Any]:
+    """For the ops of a transfer, which nobody differentiates (:func:`move` does).
+
+    Their autograd kernels are Python since torch 2.13, and take longer than the ops themselves.
+    """
+    compiling = torch.compiler.is_compiling()
+    return nullcontext() if compiling else torch._C._AutoDispatchBelowAutograd()
+
+
 class Pending:
     """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps.
 
@@ -172,7 +182,8 @@ class Pending:
         self._value = value
         self._finish = finish
         self._pieces = pieces
-        self._wires = [start() for start in pieces]
+        with _below_autograd():
+            self._wires = [start() for start in pieces]
 
     def wait(self, *, if_used: bool = False) -> Tensor:
         """The tensor, when it is there.
@@ -184,7 +195,9 @@ class Pending:
             assert self._value is not None
             return self._value
         if not if_used:
-            return self._finish([_c10d.wait_tensor(wire) for wire in self._wires])
+            with _below_autograd():
+                wires = [_c10d.wait_tensor(wire) for wire in self._wires]
+            return self._finish(wires)
         sent = [piece.args[0] for piece in self._pieces]
         return self._finish(list(map(_arrived, self._wires, sent)))
 
