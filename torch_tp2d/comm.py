@@ -4,8 +4,9 @@ They work on plain local tensors, take uneven shards (padded on the wire only), 
 ``torch.compile`` and can be counted (:class:`torch_tp2d.CommCounter`). Two layers:
 
 * *raw*: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``,
-  ``reduce``, ``shift`` and ``deal`` start a transfer and return a :class:`Pending`; what is
-  computed before its ``wait()`` overlaps with it. The matmul algorithms are written with these.
+  ``reduce``, ``shift``, ``deal``, ``gather_others`` and ``reduce_from_others`` start a transfer and
+  return a :class:`Pending`; what is computed before its ``wait()`` overlaps with it. The matmul
+  algorithms are written with these.
 * *differentiable*: :func:`move` changes one axis of a tensor's layout, :func:`broadcast_grad`,
   :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones, :func:`deal_grad` takes
   a fused weight apart.
