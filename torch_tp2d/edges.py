@@ -243,8 +243,7 @@ def to_dtensor(
     layout = normalize(layout, x.ndim)
     if shape is None:
         x = grid.without_stand_in(x, layout)
-        last = {x.ndim - 1: features} if features is not None else {}
-        shape = [grid.extent(x, dim, layout, last.get(dim)) for dim in range(x.ndim)]
+        shape = grid.shape_of(x, layout, features)()
     shape = torch.Size(shape)
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(

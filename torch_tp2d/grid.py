@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .comm import Axis, all_gather, move
+from .comm import Axis, Pending, all_gather, move
 from .groups import is_gloo, own_group
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
 
@@ -231,17 +231,35 @@ class Grid:
         Raises:
             ValueError: if the shard does not fit the sizes of the tokens under way.
         """
+        return self._asked(x, dim, layout, features)()
+
+    def shape_of(
+        self, x: Tensor, layout: Layout, features: int | None = None
+    ) -> Callable[[], tuple[int, ...]]:
+        """The :meth:`extent` of every dim, for which other ranks may have to be asked.
+
+        They are when this is called, and what it returns awaits their answers.
+        """
+        asked = [
+            self._asked(x, dim, layout, features if dim == x.ndim - 1 else None)
+            for dim in range(x.ndim)
+        ]
+        return lambda: tuple(extent() for extent in asked)
+
+    def _asked(
+        self, x: Tensor, dim: int, layout: Layout, features: int | None
+    ) -> Callable[[], int]:
         row, col = normalize(layout, x.ndim)
         cuts = [axis for axis, p in ((self.row, row), (self.col, col)) if _shards(p, dim)]
         cuts = [axis for axis in cuts if axis.size > 1]
         if not cuts:
-            return x.shape[dim]
+            return lambda: x.shape[dim]
         if features is not None and dim == x.ndim - 1:
-            return features
+            return lambda: features
         known = self.tokens_of(x)
         if known is not None and dim < len(known):
             if x.shape[dim] == self._shard(known[dim], cuts):
-                return known[dim]
+                return lambda: known[dim]
             raise ValueError(
                 f"dim {dim} of a local tensor of shape {tuple(x.shape)} in layout {layout} is not "
                 f"this rank's part of the tokens {known} that were last embedded on "
@@ -317,21 +335,35 @@ class Grid:
             extent = axis.split(extent)[axis.index]
         return extent
 
-    def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> int:
+    def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
         extent = x.shape[dim]
         if torch.compiler.is_compiling():
-            return extent * math.prod([axis.size for axis in cuts])
-        for axis in reversed(cuts):
+            return lambda: extent * math.prod([axis.size for axis in cuts])
+
+        def ask(extent: int, axis: Axis) -> Pending:
             mine = torch.tensor([extent], device=x.device)
-            sizes = all_gather(mine, 0, (1,) * axis.size, axis).wait().tolist()
-            extent = sum(sizes)
-            if tuple(sizes) != axis.split(extent):
+            return all_gather(mine, 0, (1,) * axis.size, axis)
+
+        *outer, inner = cuts
+        asked = ask(extent, inner)
+
+        def answer(asked: Pending, axis: Axis) -> int:
+            sizes = asked.wait().tolist()
+            if tuple(sizes) != axis.split(sum(sizes)):
                 raise ValueError(
                     f"the ranks along {axis.name} hold {sizes} elements of dim {dim}, which is "
-                    f"not how torch.chunk splits {extent}: expected {axis.split(extent)}"
+                    f"not how torch.chunk splits {sum(sizes)}: expected {axis.split(sum(sizes))}"
                 )
-        return extent
+            return sum(sizes)
+
+        def total() -> int:
+            extent = answer(asked, inner)
+            for axis in reversed(outer):
+                extent = answer(ask(extent, axis), axis)
+            return extent
+
+        return total
 
     def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
         """Shape of this rank's shard of a tensor of ``shape`` under ``layout``."""

@@ -141,10 +141,20 @@ class WholeRunner(Runner):
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         x, *rest = args
         was_local = not isinstance(x, DTensor)
+        use_local = was_local if self.use_local_output is None else self.use_local_output
         if was_local:
             declared = self.declared
             if declared is None:
                 declared = self.grid.guess_layout(x, self.row_dim)
+            if self.wanted is None and self._takes_tokens(x, declared):
+                x = self.grid.without_stand_in(x, declared)
+                shape = self.grid.shape_of(x, declared)
+                y = self._locally(module, x, declared)
+                # Asked for before the module ran, so that the answer came meanwhile.
+                sizes = shape()[:-1]
+                if use_local:
+                    return self.grid.with_stand_in(y, declared, sizes)
+                return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             x = to_dtensor(x, declared, self.grid)
         elif x.device_mesh != self.grid.mesh:
             layout = self.grid.layout(x, self.row_dim)
@@ -154,11 +164,11 @@ class WholeRunner(Runner):
             if tuple(x.placements) != tuple(placements):
                 x = x.redistribute(placements=placements)
         layout = self.grid.layout(x, self.row_dim)
-        if self.locally is not None and Shard(x.ndim - 1) not in layout:
-            y = self._run_locally(module, x, layout)
+        if self._takes_tokens(x, layout):
+            y = self._locally(module, x.to_local(), layout)
+            y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
         else:
             y = forward(x, *rest, **kwargs)
-        use_local = was_local if self.use_local_output is None else self.use_local_output
         if not isinstance(y, DTensor):
             return y
         wanted = self.wanted
@@ -174,8 +184,12 @@ class WholeRunner(Runner):
         layout = self.grid.layout(y, self.row_dim)
         return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
 
-    def _run_locally(self, module: Any, x: DTensor, layout: Layout) -> DTensor:
-        """A module that takes tokens one by one, on the local shard: no DTensor dispatch."""
+    def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
+        """Whether the module takes tokens one by one, and each is whole where it lies."""
+        return self.locally is not None and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
+
+    def _locally(self, module: Any, x: Tensor, layout: Layout) -> Tensor:
+        """The module on a local shard: no DTensor dispatch."""
         assert self.locally is not None
         axes = [
             axis
@@ -183,8 +197,7 @@ class WholeRunner(Runner):
             if isinstance(placement, Shard) and axis.size > 1
         ]
         params = (local_shard(module._parameters.get(name)) for name in ("weight", "bias"))
-        y = self.locally(module, x.to_local(), *SumGrads.apply(axes, *params))
-        return to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
+        return self.locally(module, x, *SumGrads.apply(axes, *params))
 
 
 _LocalMath = Callable[..., Tensor]
