@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from .deferred import Deferred, settle, undeferred
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, normalize
 from .recognise import describe_module
@@ -27,7 +27,7 @@ __all__ = [
     "GridStyle",
     "LayoutLike",
     "Runner",
-    "local_shard",
+    "local_shards",
     "place_parameter",
     "put_on_grid",
     "take_off_grid",
@@ -184,32 +184,59 @@ def take_off_grid(module: nn.Module) -> None:
     del module._tp2d
 
 
-class _LocalShard(torch.autograd.Function):
-    """``to_local()`` of a parameter, without the dispatch that takes longer than small products."""
+class _LocalShards(torch.autograd.Function):
+    """``to_local()`` of parameters, without the dispatch that takes longer than small products.
+
+    Their gradients may come deferred, and then are settled here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, param: Any) -> Tensor:
-        ctx.spec = param._spec
-        shard: Tensor = param._local_tensor
-        ctx.strides = shard.stride()
-        return shard.view_as(shard)
+    def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [getattr(param, "_spec", None) for param in params]
+        shards = [getattr(param, "_local_tensor", param) for param in params]
+        ctx.strides = [shard.stride() for shard in shards]
+        return tuple(shard.view_as(shard) for shard in shards)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        if grad.stride() == ctx.strides:
-            # A spec of its own: torch changes them in place.
-            return DTensor(grad, copy(ctx.spec), requires_grad=False)
-        spec = ctx.spec
-        return DTensor.from_local(
-            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if any(isinstance(grad, Deferred) for grad in grads):
+            settle()
+        return tuple(map(_placed_like, grads, ctx.specs, ctx.strides))
 
 
-def local_shard(param: Any) -> Any:
-    """A parameter's shard; its gradient comes back as a DTensor placed like the parameter."""
-    if not isinstance(param, DTensor):
-        return param
-    if torch.compiler.is_compiling() or not param.requires_grad:
-        return param.to_local()
-    return _LocalShard.apply(param)
+def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Tensor | None:
+    """A shard's gradient as a DTensor of the parameter's ``spec``."""
+    if grad is None:
+        return None
+    grad = undeferred(grad)
+    if spec is None:
+        return grad
+    if grad.stride() == strides:
+        # A spec of its own: torch changes them in place.
+        own = object.__new__(type(spec))
+        own.__dict__.update(spec.__dict__)
+        return DTensor(grad, own, requires_grad=False)
+    return DTensor.from_local(
+        grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+
+
+def local_shards(*params: Any) -> tuple[Any, ...]:
+    """Parameters' shards; their gradients come back as DTensors placed like the parameters.
+
+    Args:
+        params: DTensors, or what is whole; None stays None.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return tuple(map(_shard, params))
+    learns = [param is not None and param.requires_grad for param in params]
+    learning = [param for param, does in zip(params, learns, strict=True) if does]
+    shards = iter(_LocalShards.apply(*learning) if learning else ())
+    return tuple(
+        next(shards) if does else _shard(param) for param, does in zip(params, learns, strict=True)
+    )
+
+
+def _shard(param: Any) -> Any:
+    return param.to_local() if isinstance(param, DTensor) else param

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -108,10 +108,10 @@ class Axis:
     group: str
     is_gloo: bool
     """Whether transfers are cut, and reduce-scatters made of all-to-alls (module docstring)."""
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.parts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.parts))
 
     def split(self, extent: int) -> tuple[int, ...]:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""
@@ -156,15 +156,6 @@ class Axis:
         ]
 
 
-def _below_autograd() -> AbstractContextManager[Any]:
-    """For the ops of a transfer, which nobody differentiates (:func:`move` does).
-
-    Their autograd kernels are Python since torch 2.13, and take longer than the ops themselves.
-    """
-    compiling = torch.compiler.is_compiling()
-    return nullcontext() if compiling else torch._C._AutoDispatchBelowAutograd()
-
-
 class Pending:
     """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps.
 
@@ -172,7 +163,7 @@ class Pending:
     argument.
     """
 
-    __slots__ = ("_finish", "_pieces", "_value", "_wires")
+    __slots__ = ("_below_autograd", "_finish", "_pieces", "_value", "_wires")
 
     def __init__(
         self,
@@ -183,8 +174,15 @@ class Pending:
         self._value = value
         self._finish = finish
         self._pieces = pieces
-        with _below_autograd():
-            self._wires = [start() for start in pieces]
+        self._wires: list[Tensor] = []
+        if pieces:
+            # For the ops of a transfer, which nobody differentiates (`move` does). Their autograd
+            # kernels are Python since torch 2.13, and take longer than the ops themselves.
+            self._below_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
+            if not torch.compiler.is_compiling():
+                self._below_autograd = torch._C._AutoDispatchBelowAutograd
+            with self._below_autograd():
+                self._wires = [start() for start in pieces]
 
     def wait(self, *, if_used: bool = False) -> Tensor:
         """The tensor, when it is there.
@@ -195,9 +193,11 @@ class Pending:
         if self._finish is None:
             assert self._value is not None
             return self._value
+        if not self._pieces:
+            return self._finish([])
         if not if_used:
-            with _below_autograd():
-                wires = [_c10d.wait_tensor(wire) for wire in self._wires]
+            with self._below_autograd():
+                wires = [_c10d.wait_tensor.default(wire) for wire in self._wires]
             return self._finish(wires)
         sent = [piece.args[0] for piece in self._pieces]
         return self._finish(list(map(_arrived, self._wires, sent)))
@@ -209,16 +209,12 @@ def _arrived(wire: Tensor, sent: Tensor) -> Tensor:
 
     What was sent is an argument for its memory not to be used again before.
     """
-    return _c10d.wait_tensor(wire).clone()
+    return _c10d.wait_tensor.default(wire).clone()
 
 
 @_arrived.register_fake
 def _(wire: Tensor, sent: Tensor) -> Tensor:
     return torch.empty_like(wire)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return math.prod(shape)
 
 
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
@@ -236,7 +232,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     shard = x.movedim(dim, 0)
     rest = shard.shape[1:]
     longest = max(sizes)
-    if longest * _elements(rest) == 0:
+    if longest * math.prod(rest) == 0:
         return Pending(x.new_empty((sum(sizes), *rest)).movedim(0, dim))
     if shard.shape[0] < longest:
         padding = shard.new_zeros(())
@@ -250,7 +246,8 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
         shard = shard.clone(memory_format=torch.contiguous_format)
     flat = shard.view(-1)
     sent = flat.split(chunk_sizes(flat.numel(), axis.pieces(flat.numel(), x.dtype)))
-    pieces = [partial(_c10d.all_gather_into_tensor, piece, axis.size, axis.group) for piece in sent]
+    gather = _c10d.all_gather_into_tensor.default
+    pieces = [partial(gather, piece, axis.size, axis.group) for piece in sent]
     even = len(set(sizes)) == 1
 
     def finish(wires: list[Tensor]) -> Tensor:
@@ -294,7 +291,7 @@ def _exchange(
         parts = [part.split(sizes) for part, sizes in zip(flat.split(list(sends)), to, strict=True)]
         sent = [torch.cat([part[k] for part in parts]) for k in range(count)]
     pieces = [
-        partial(_c10d.all_to_all_single, piece, cut[1], cut[0], axis.group)
+        partial(_c10d.all_to_all_single.default, piece, cut[1], cut[0], axis.group)
         for piece, cut in zip(sent, cuts, strict=True)
     ]
 
@@ -322,7 +319,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
         return Pending(x)
     whole = x.movedim(dim, 0)
     rest = whole.shape[1:]
-    width = _elements(rest)
+    width = math.prod(rest)
     mine = sizes[axis.index]
     longest = max(sizes)
     if longest * width == 0:
@@ -350,18 +347,19 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
             ]
         )
     whole = whole.contiguous()
-    start = partial(_c10d.reduce_scatter_tensor, whole, "sum", axis.size, axis.group)
+    start = partial(_c10d.reduce_scatter_tensor.default, whole, "sum", axis.size, axis.group)
     return Pending(None, [start], lambda wires: wires[0][:mine].movedim(0, dim))
 
 
 def without_own(counts: Sequence[int], axis: Axis) -> tuple[int, ...]:
     """A count for each rank, 0 for this one."""
-    return tuple(0 if rank == axis.index else count for rank, count in enumerate(counts))
+    return (*counts[: axis.index], 0, *counts[axis.index + 1 :])
 
 
 def only_own(counts: Sequence[int], axis: Axis) -> tuple[int, ...]:
     """This rank's count, 0 for each other."""
-    return tuple(count if rank == axis.index else 0 for rank, count in enumerate(counts))
+    after = axis.size - axis.index - 1
+    return (0,) * axis.index + (counts[axis.index],) + (0,) * after
 
 
 def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
@@ -375,14 +373,14 @@ def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     """
     rest = x.shape[1:]
     there = [sum(without_own(counts, axis)), *rest]
-    if max(counts) * _elements(rest) == 0:
+    if max(counts) * math.prod(rest) == 0:
         return Pending(x.new_empty(there))
     # A copy, as in all_gather.
     sent = x.clone(memory_format=torch.contiguous_format).view(-1)
     sends = without_own([sent.numel()] * axis.size, axis)
-    receives = [count * _elements(rest) for count in without_own(counts, axis)]
+    receives = [count * math.prod(rest) for count in without_own(counts, axis)]
     sent = sent if axis.size == 2 else sent.repeat(axis.size - 1)
-    start = partial(_c10d.all_to_all_single, sent, receives, sends, axis.group)
+    start = partial(_c10d.all_to_all_single.default, sent, receives, sends, axis.group)
     return Pending(None, [start], lambda wires: wires[0].view(there))
 
 
@@ -397,11 +395,12 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     """
     rest = x.shape[1:]
     mine = counts[axis.index]
-    if max(counts) * _elements(rest) == 0:
+    if max(counts) * math.prod(rest) == 0:
         return Pending(x.new_empty([mine, *rest]))
-    sends = [count * _elements(rest) for count in without_own(counts, axis)]
-    receives = without_own([mine * _elements(rest)] * axis.size, axis)
-    start = partial(_c10d.all_to_all_single, x.contiguous().view(-1), receives, sends, axis.group)
+    sends = [count * math.prod(rest) for count in without_own(counts, axis)]
+    receives = without_own([mine * math.prod(rest)] * axis.size, axis)
+    sent = x.contiguous().view(-1)
+    start = partial(_c10d.all_to_all_single.default, sent, receives, sends, axis.group)
 
     def finish(wires: list[Tensor]) -> Tensor:
         terms = wires[0].view(axis.size - 1, mine, *rest)
@@ -414,7 +413,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Reduce over the axis (``"sum"`` or ``"max"``); every rank gets the whole result."""
     if axis.size == 1 or x.numel() == 0:
         return Pending(x)
-    return Pending(None, [partial(_c10d.all_reduce, x.contiguous(), op, axis.group)], _only)
+    return Pending(None, [partial(_c10d.all_reduce.default, x.contiguous(), op, axis.group)], _only)
 
 
 def _only(wires: list[Tensor]) -> Tensor:
@@ -457,9 +456,9 @@ def all_to_all(
     return _exchange(
         torch.cat([piece.reshape(-1) for piece in blocks]),
         [piece.numel() for piece in blocks],
-        [_elements(shape) for shape in received],
+        [math.prod(shape) for shape in received],
         axis,
-        _elements(block(max(split_sizes), max(cat_sizes))),
+        math.prod(block(max(split_sizes), max(cat_sizes))),
         finish,
     )
 
@@ -485,9 +484,9 @@ def broadcast(
         sent = (x.flatten()[:1].sum() + start).expand(shape).contiguous()
     else:
         sent = x.new_empty(shape)
-    if axis.size == 1 or _elements(shape) == 0:
+    if axis.size == 1 or math.prod(shape) == 0:
         return Pending(sent)
-    return Pending(None, [partial(_c10d.broadcast, sent, src, axis.group)], _only)
+    return Pending(None, [partial(_c10d.broadcast.default, sent, src, axis.group)], _only)
 
 
 def reduce(x: Tensor, dst: int, axis: Axis) -> Pending:
@@ -529,7 +528,7 @@ def shift(
     send, receive = [0] * axis.size, [0] * axis.size
     send[(axis.index - steps) % axis.size] = x.numel()
     source = (axis.index + steps) % axis.size
-    receive[source] = _elements(shape)
+    receive[source] = math.prod(shape)
     shape_of_largest = [*shape[:dim], max(sizes), *shape[dim + 1 :]]
 
     def finish(pieces: list[list[Tensor]]) -> Tensor:
@@ -537,7 +536,7 @@ def shift(
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
 
     return _exchange(
-        x.contiguous().view(-1), send, receive, axis, _elements(shape_of_largest), finish
+        x.contiguous().view(-1), send, receive, axis, math.prod(shape_of_largest), finish
     )
 
 

@@ -78,18 +78,20 @@ class Assembly:
     def __init__(self, shape: Sequence[int], dim: int, like: Tensor) -> None:
         self.dim = dim
         self.out = like.new_empty(shape)
-        self._blocks: list[tuple[int, Tensor]] = []
+        self._blocks: list[tuple[int, Tensor]] | None = None
+        if torch.compiler.is_compiling():
+            self._blocks = []
 
     def put(self, block: Tensor, start: int) -> None:
         """Write a block to its place, ``start`` on."""
-        if torch.compiler.is_compiling():
+        if self._blocks is not None:
             self._blocks.append((start, block))
         else:
             self.out.narrow(self.dim, start, block.shape[self.dim]).copy_(block)
 
     def value(self) -> Tensor:
         """The tensor, when all of it is there."""
-        if torch.compiler.is_compiling():
+        if self._blocks is not None:
             blocks = sorted(self._blocks, key=lambda block: block[0])
             return torch.cat([block for _, block in blocks], self.dim)
         return self.out
@@ -122,14 +124,15 @@ class Transfer:
         self.offsets = [0, *accumulate(sizes)][:-1]
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         self.pieces: deque[_Arriving] = deque()
+        spares_own = axis.spares_own
         for start, counts in axis.rounds(sizes, math.prod(rest), x.dtype):
             rows = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
-            if axis.spares_own:
+            if spares_own:
                 others = gather_others(rows, counts, axis)
                 self.pieces.append(_Arriving(start, without_own(counts, axis), 0, others))
             else:
                 self.pieces.append(_Arriving(start, counts, 0, all_gather(rows, 0, counts, axis)))
-        if axis.spares_own:
+        if spares_own:
             self.pieces.appendleft(_Arriving(0, only_own(sizes, axis), dim, Pending(x)))
         self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, x)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .base import LayoutLike, Runner, local_shard
+from .base import LayoutLike, Runner, local_shards
 from .edges import enter, leave, to_dtensor
 from .grid import Grid
 from .layouts import Layout, as_layout
@@ -73,7 +73,8 @@ class EmbeddingRunner(Runner):
         wanted = self._output_layout(ids)
         if ids.ndim == 2 and isinstance(wanted[0], Shard):
             self.grid.tokens.shape = tuple(ids.shape)
-        y = embedding2d(ids, local_shard(module.weight), self.vocab_start, module.padding_idx)
+        (weight,) = local_shards(module.weight)
+        y = embedding2d(ids, weight, self.vocab_start, module.padding_idx)
         grads = self.grad_layouts
         if grads is None and isinstance(wanted[0], Replicate):
             # Every row adds these to tokens of its own, so each has a share of the gradient.
@@ -113,14 +114,14 @@ class PatchRunner(Runner):
         grid.tokens.shape = (batch,)
         x = enter(x, self.declared, own, grid, 0, None)
         summed: Layout = Replicate(), Shard(0)
+        weight, bias = local_shards(module.weight, module.bias)
         weight = grid.redistribute(
-            local_shard(module.weight),
+            weight,
             self.weight_layout,
             summed,
             shape=self.weight_shape,
             partial_grad=(True, False),
         )
-        bias = local_shard(module.bias)
         if bias is not None:
             bias = grid.redistribute(bias, summed, summed, partial_grad=(True, False))
         y = F.linear(patches(x, *module.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)

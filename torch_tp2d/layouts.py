@@ -66,6 +66,8 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     (1, 1, 1, 0)
     """
     full = -(-size // parts)
+    if full * parts == size:
+        return (full,) * parts
     return tuple(max(0, min(full, size - full * part)) for part in range(parts))
 
 
@@ -78,8 +80,8 @@ def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
     >>> nested_chunk_sizes(10, (2, 2)), chunk_sizes(10, 4)
     ((3, 2, 3, 2), (3, 3, 3, 1))
     """
-    sizes: tuple[int, ...] = (size,)
-    for count in parts:
+    sizes = chunk_sizes(size, parts[0])
+    for count in parts[1:]:
         sizes = tuple(inner for outer in sizes for inner in chunk_sizes(outer, count))
     return sizes
 
@@ -131,16 +133,18 @@ def normalize(layout: Layout, ndim: int) -> Layout:
     Raises:
         ValueError: if a shard dim does not exist.
     """
+    return _from_front(layout[0], ndim, layout), _from_front(layout[1], ndim, layout)
 
-    def front(placement: Placement) -> Placement:
-        if not isinstance(placement, Shard):
-            return placement
-        dim = placement.dim + ndim if placement.dim < 0 else placement.dim
-        if not 0 <= dim < ndim:
-            raise ValueError(f"layout {layout} shards dim {placement.dim} of a {ndim}-dim tensor")
-        return Shard(dim)
 
-    return front(layout[0]), front(layout[1])
+def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    dim = placement.dim
+    if 0 <= dim < ndim:
+        return placement
+    if not -ndim <= dim < 0:
+        raise ValueError(f"layout {layout} shards dim {dim} of a {ndim}-dim tensor")
+    return Shard(dim + ndim)
 
 
 def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed.tensor as dt
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .base import GridStyle, Runner, local_shard
+from .base import GridStyle, Runner, local_shards
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
 from .layouts import Layout, normalize, row_layout
@@ -107,7 +107,7 @@ class _LocalRunner(Runner):
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         axes = [self.grid.row] if self.grid.row.size > 1 else []
-        params: Sequence[Any] = [local_shard(module._parameters[name]) for name in self.names]
+        params = local_shards(*(module._parameters[name] for name in self.names))
         for name, param in zip(self.names, SumGrads.apply(axes, *params), strict=True):
             # Found before the parameter of this name, which stays where it is.
             object.__setattr__(module, name, param)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from .base import GridStyle, LayoutLike, Runner, local_shard
+from .base import GridStyle, LayoutLike, Runner, local_shards
 from .edges import enter, leave
 from .grid import Grid
 from .layouts import Layout, as_layout, check_row_dim, feature_layout
@@ -119,13 +119,13 @@ class _NormRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
         x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
-        weight = local_shard(getattr(module, "weight", None))
+        weight, bias = local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
         if weight is not None and self.norm.weight_offset:
             weight = weight + self.norm.weight_offset
         y = norm2d(
             x,
             weight,
-            local_shard(getattr(module, "bias", None)),
+            bias,
             hidden=hidden,
             eps=torch.finfo(x.dtype).eps if self.norm.eps is None else self.norm.eps,
             centered=self.norm.centered,

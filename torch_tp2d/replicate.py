@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .base import GridStyle, LayoutLike, Runner, local_shard
+from .base import GridStyle, LayoutLike, Runner, local_shards
 from .comm import Axis, all_reduce
 from .edges import to_dtensor
 from .embedding import EmbeddingRunner
@@ -196,7 +196,7 @@ class WholeRunner(Runner):
             for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
             if isinstance(placement, Shard) and axis.size > 1
         ]
-        params = (local_shard(module._parameters.get(name)) for name in ("weight", "bias"))
+        params = local_shards(*map(module._parameters.get, ("weight", "bias")))
         return self.locally(module, x, *SumGrads.apply(axes, *params))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import layouts
-from .base import GridStyle, LayoutLike, Runner, local_shard
+from .base import GridStyle, LayoutLike, Runner, local_shards
 from .comm import deal_grad
 from .edges import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
@@ -285,7 +285,7 @@ class _LinearRunner(Runner):
 
     def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies its output features by."""
-        weight, bias = local_shard(module.weight), local_shard(module.bias)
+        weight, bias = local_shards(module.weight, module.bias)
         if torch.is_autocast_enabled(weight.device.type):
             # Before anything moves: the wire carries the low precision too.
             dtype = torch.get_autocast_dtype(weight.device.type)
@@ -300,7 +300,10 @@ class _LinearRunner(Runner):
             return None
         weight, bias = self._shards(module)
         moving = self.op.algorithm.prefetch(self.op.as_b(weight.detach()), self.op.cut)
-        return Ready(ring.late(weight), None if bias is None else ring.late(bias), moving)
+        if self.parts > 1 or torch.is_autocast_enabled(weight.device.type):
+            # The shards themselves take deferred gradients; what was made of them does not.
+            weight, bias = ring.late(weight), None if bias is None else ring.late(bias)
+        return Ready(weight, bias, moving)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         ready = None
@@ -394,7 +397,8 @@ class _StationaryRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         sizes = self.grid.sizes_of(x)
         x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
-        y = stationary2d(x, local_shard(module.weight), local_shard(module.bias), self.op)
+        weight, bias = local_shards(module.weight, module.bias)
+        y = stationary2d(x, weight, bias, self.op)
         y = leave(
             y,
             self.result,

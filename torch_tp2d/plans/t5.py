@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from ..attention import Attention2D
-from ..base import GridStyle, Runner, local_shard
+from ..base import GridStyle, Runner, local_shards
 from ..grid import Grid, check_mesh, describe_mesh
 from ..layouts import TP_COL, Layout
 from ..recognise import describe_module, is_embedding
@@ -76,7 +76,7 @@ class _HeadBiasRunner(Runner):
         self.axes = [axis for axis, p in axes if isinstance(p, Replicate) and axis.size > 1]
 
     def run(self, module: Any, forward: Callable[..., Any], ids: Tensor) -> Tensor:
-        (weight,) = SumGrads.apply(self.axes, local_shard(module.weight))
+        (weight,) = SumGrads.apply(self.axes, *local_shards(module.weight))
         return F.embedding(ids, weight)
 
 

@@ -132,15 +132,16 @@ def abt_leaving(
             total += rows_of(others, dim, offsets, start, counts, at)
         return total
 
+    spares_own = axis.spares_own
     for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
-        if axis.spares_own:
+        if spares_own:
             sent = without_own(counts, axis)
             terms_of_others = part(start, sent).view(sum(sent), *rest, features)
             sums.append((start, reduce_from_others(terms_of_others, counts, axis)))
         else:
             whole = part(start, counts).view(sum(counts), *rest, features)
             sums.append((start, reduce_scatter(whole, 0, counts, axis)))
-    own = part(0, only_own(sizes, axis), dim).view(mine) if axis.spares_own else None
+    own = part(0, only_own(sizes, axis), dim).view(mine) if spares_own else None
 
     def finish(_: list[Tensor]) -> Tensor:
         if own is not None:
@@ -194,7 +195,7 @@ def gather(x: Tensor, shards: Shards, whole: Tensor | None = None) -> Tensor:
 
 
 class _Late(torch.autograd.Function):
-    """A parameter's shard, whose gradient may come deferred.
+    """What was made of a parameter's shard, and whose gradient may come deferred.
 
     Its own node, so that backward reaches it after the more urgent transfers have started: made
     before the module's input is gathered, it is run after that gather's backward.
@@ -213,7 +214,7 @@ class _Late(torch.autograd.Function):
 
 
 def late(shard: Tensor) -> Tensor:
-    """A parameter's shard for :func:`linear`."""
+    """What was made of a parameter's shard, for :func:`linear`; it takes the shard itself too."""
     return _Late.apply(shard) if torch.is_grad_enabled() and shard.requires_grad else shard
 
 
@@ -315,7 +316,7 @@ def linear(
 
     Args:
         x: as there, or what :func:`gather` returned.
-        weight, bias: what :func:`late` returned.
+        weight, bias: parameters' shards, or what :func:`late` returned.
         moving: the weight's gather.
         shards: how a result that is a partial sum leaves; None leaves it a partial sum.
     """
