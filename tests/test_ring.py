@@ -18,7 +18,7 @@ import world
 from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import PrepareModuleInput
+from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -238,8 +238,9 @@ LETTERS = {
     "mm": "x",
     "addmm": "x",
     "addmm_": "x",
+    "native_layer_norm": "n",
 }
-"""Transfers started (gather, send to each other, reduce), awaited, and products."""
+"""Transfers started (gather, send to each other, reduce), awaited, products, and norms."""
 
 
 def letter(func: Any, args: Any, row_group: str) -> str:
@@ -308,6 +309,22 @@ def test_the_order_of_events() -> None:
             "GGGGGGg.ss...x.x.x...xsxsx..",
             "ssxx.xx.xxRSSSRxsxsxxSSS..........",
         )
+
+
+def _order_of_a_norm() -> str:
+    norm = parallelize_module(
+        nn.Sequential(nn.LayerNorm(24)).double(), grid_mesh(2, 2), {"0": SequenceParallel()}
+    )
+    events = _Events(norm[0]._tp2d.grid.row.group)
+    with events:
+        norm(tokens(2, 4, 24))
+    return events.seen
+
+
+def test_a_norm_asks_for_sizes_before_it_computes() -> None:
+    """Both at once (``Gg``), and waits for the answers when it is done (``n..``)."""
+    assert world.run(4, _order_of_a_norm) == ["Ggn.."] * 4
+
 
 
 def _order_resharded() -> tuple[str, str, str, str]:
