@@ -331,7 +331,6 @@ backward 7840 B
  tp_row all_reduce                   8         2464 B
  tp_row reduce_scatter_tensor        2         2048 B""")
 
-
     def test_ring_attention(self) -> None:
         """Backward hands on keys, values and their gradients; a causal mask changes nothing."""
         report = _report(*_attention(4, 2, algorithm="ring", is_causal=True))
