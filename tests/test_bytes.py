@@ -265,7 +265,7 @@ forward 384 B
  tp_col all_reduce                   2          384 B
 backward 480 B
  tp_col all_reduce                   1          384 B
- tp_row all_reduce                   2           96 B""")
+ tp_row all_reduce                   1           96 B""")
 
     def test_embedding(self) -> None:
         report = _embedding()

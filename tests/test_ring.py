@@ -298,16 +298,17 @@ def test_the_order_of_events() -> None:
     multiplied and sent, then the rank's own rows are, before either is waited for (``xsxsx..``).
     Backward: the gradient's rows multiplied twice each, for the input and for the weight
     (``xx.xx.xx``); the sums for bias and weight leave (``RSSS``); the input's gradient leaves by
-    rounds (``xsxsx``) and the other weight's is multiplied and sent (``xSSS``) before anything is
-    waited for, if its gather was made ahead of time: not in the first pass, which waits for the
-    first weight's (``....``) before.
+    rounds (``xsxsx``), and the other bias's, and the other weight's is multiplied (``Rx``) before
+    anything is waited for, if its parameters were taken up ahead of time: not in the first pass,
+    which waits for the first weight's (``....``) before. It is sent when the input's gradient is
+    there (``..SSS``).
     """
     for events in world.run(4, _order):
         assert events == (
             "GGGg.ss...x.x.xGGG...xsxsx..",
-            "ssxx.xx.xxRSSS....RxsxsxxSSS......",
+            "ssxx.xx.xxRSSS....xsxsxRx..SSS....",
             "GGGGGGg.ss...x.x.x...xsxsx..",
-            "ssxx.xx.xxRSSSRxsxsxxSSS..........",
+            "ssxx.xx.xxRSSSxsxsxRx......SSS....",
         )
 
 
@@ -326,7 +327,6 @@ def test_a_norm_asks_for_sizes_before_it_computes() -> None:
     assert world.run(4, _order_of_a_norm) == ["Ggn.."] * 4
 
 
-
 def _order_resharded() -> tuple[str, str, str, str]:
     return _order(reshard_after_forward=True)
 
@@ -338,8 +338,55 @@ def test_the_order_of_events_when_weights_are_gathered_again() -> None:
     """
     for events in world.run(4, _order_resharded):
         assert events[1::2] == (
-            "GGGssGGG...xx.xx.xxRSSS....R...xsxsxxSSS......",
-            "GGGssGGG...xx.xx.xxRSSSR...xsxsxxSSS..........",
+            "GGGssGGG...xx.xx.xxRSSS.......xsxsxRx..SSS....",
+            "GGGssGGG...xx.xx.xxRSSS...xsxsxRx......SSS....",
+        )
+
+
+def _order_of_two_layers() -> tuple[str, str]:
+    mesh = grid_mesh(2, 2)
+    comm.PIECE_BYTES = 4 * 8 * 24
+    torch.manual_seed(0)
+    layer = [nn.LayerNorm(24), nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24)]
+    several = parallelize_module(
+        nn.Sequential(*layer, *copy.deepcopy(layer)).double(),
+        mesh,
+        {
+            "[04]": SequenceParallel(),
+            "[15]": Colwise2D(input_layouts=Shard(1)),
+            "[37]": Rowwise2D(output_layouts=Shard(1)),
+        },
+    )
+    mine = tokens(2, 4, 24)
+    forward, backward = "", ""
+    for _ in range(2):
+        events = _Events(several[1]._tp2d.grid.row.group)
+        with events:
+            loss = several(mine * 1).square().sum()
+        forward, events.seen = events.seen, ""
+        with events:
+            loss.backward()
+        backward = events.seen
+    return forward, backward
+
+
+def test_what_is_not_urgent_travels_when_nothing_urgent_does() -> None:
+    """Gathers of weights to come, and sums of parameters' gradients.
+
+    Forward: four weights' gathers start with the pass, as nothing else travels yet (``GGG`` four
+    times, before the norm, ``n``).
+    Backward: the gradient of the second layer's first weight, multiplied while the input's travels
+    (``xsxsxRx``), leaves only when the first layer's second product is there (``SSSRRSSS``, with
+    that norm's and that product's own), as code that sends nothing comes next. It left at once, and
+    took half of the link from the gradients that backward waits for; then, while the activation or
+    attention was computed, the link was idle. And backward waited for the sums of a norm's
+    gradients, along one axis and then the other (``R.r.``): now nothing waits for them before the
+    layer's end.
+    """
+    for forward, backward in world.run(4, _order_of_two_layers):
+        assert forward == "GgGGGGGGGGGGGGn..ss...x.x.x...xsxsx..Ggn..ss...x.x.x...xsxsx.."
+        assert backward == (
+            "ssxx.xx.xxRSSSxsxsxRx..ssxx.xx.xxSSSRRSSSxsxsxRx...........r.....SSSR.....r."
         )
 
 

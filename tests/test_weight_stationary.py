@@ -532,7 +532,7 @@ backward 8448 B
 forward 384 B
  tp_row all_reduce                   2          384 B
 backward 480 B
- tp_col all_reduce                   2           96 B
+ tp_col all_reduce                   1           96 B
  tp_row all_reduce                   1          384 B""",
         )
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from .deferred import Deferred, settle, undeferred
+from .deferred import undeferred
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, normalize
 from .recognise import describe_module
@@ -187,7 +187,7 @@ def take_off_grid(module: nn.Module) -> None:
 class _LocalShards(torch.autograd.Function):
     """``to_local()`` of parameters, without the dispatch that takes longer than small products.
 
-    Their gradients may come deferred, and then are settled here.
+    Their gradients may come deferred, and then are awaited here.
     """
 
     @staticmethod
@@ -200,8 +200,6 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if any(isinstance(grad, Deferred) for grad in grads):
-            settle()
         return tuple(map(_placed_like, grads, ctx.specs, ctx.strides))
 
 

@@ -21,19 +21,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .comm import Axis, Pending, all_gather, gather_others, only_own, without_own
+from .comm import Axis, Pending, all_gather, all_reduce, gather_others, only_own, without_own
 
 __all__ = [
     "Again",
     "Assembly",
     "Deferred",
     "Gathering",
+    "Later",
     "Owed",
     "Piece",
     "Products",
     "Transfer",
+    "compute_owed",
     "rows_of",
-    "settle",
+    "send_owed",
+    "summed",
     "undeferred",
 ]
 
@@ -277,57 +280,132 @@ class Products(Deferred):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Owed(Deferred):
-    """A weight's gradient that is computed and reduced when there is nothing more urgent.
+class Later(Deferred):
+    """A tensor that ``make`` makes when somebody needs it.
 
     Args:
-        shape: of the result.
-        begin: computes this rank's part and starts its way to its owner.
-        finish: what is done to the result.
+        shape: of the tensor.
+        like: has its dtype and device.
     """
 
     @staticmethod
-    def __new__(
-        cls,
-        shape: Sequence[int],
-        like: Tensor,
-        begin: Callable[[], Pending],
-        finish: Callable[[Tensor], Tensor],
-    ) -> Any:
+    def __new__(cls, shape: Sequence[int], like: Tensor, make: Callable[[], Tensor]) -> Any:
         self = super().__new__(cls, shape, like)
-        self._begin, self._finish = begin, finish
-        self._pending = self._result = None
-        _owed.append(ref(self))
+        self._make, self._result = make, None
         return self
 
-    _begin: Callable[[], Pending] | None
-    _finish: Callable[[Tensor], Tensor]
-    _pending: Pending | None
+    _make: Callable[[], Tensor] | None
     _result: Tensor | None
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
 
-    def start(self) -> None:
-        """Compute this rank's part and send it."""
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            self._pending = begin()
+    def value(self) -> Tensor:
+        if self._make is not None:
+            self._result, self._make = self._make(), None
+        assert self._result is not None
+        return self._result
+
+
+class Owed:
+    """A sum over ranks that nothing waits for yet, as of a parameter's gradient.
+
+    Backward computes it while more urgent transfers travel (:func:`compute_owed`), and sends it
+    when none does (:func:`send_owed`): beside an urgent one it would take half of the link. All
+    ranks come to both in the same order.
+
+    Args:
+        part: this rank's, or what computes it.
+        send: starts its way.
+    """
+
+    def __init__(
+        self, part: Tensor | Callable[[], Tensor], send: Callable[[Tensor], Pending]
+    ) -> None:
+        self.part: Tensor | Callable[[], Tensor] | None = part
+        self._send = send
+        self._pending: Pending | None = None
+        _owed.append(ref(self))
+
+    def compute(self) -> None:
+        """Make this rank's part."""
+        if callable(self.part):
+            self.part = self.part()
+
+    def send(self) -> None:
+        """Send this rank's part, if it is not sent yet."""
+        self.compute()
+        if isinstance(self.part, Tensor):
+            self._pending, self.part = self._send(self.part), None
 
     def value(self) -> Tensor:
-        if self._result is None:
-            self.start()
-            assert self._pending is not None
-            self._result = self._finish(self._pending.wait())
-        return self._result
+        """The sum. Asking for one sends the others too, that they travel meanwhile."""
+        if self._pending is None:
+            send_owed()
+            self.send()
+        assert self._pending is not None
+        return self._pending.wait()
 
 
 _owed: list[ref[Owed]] = []
 
 
-def settle() -> None:
-    """Start everything that is owed. Between starting a transfer and waiting for it, best."""
-    while _owed:
-        gradient = _owed.pop(0)()
-        if gradient is not None:
-            gradient.start()
+def compute_owed() -> None:
+    """Compute everything that is owed: best between starting a transfer and waiting for it."""
+    for there in _owed:
+        owed = there()
+        if owed is not None:
+            owed.compute()
+
+
+def send_owed() -> None:
+    """Send what is owed and computed: best when no other transfer is under way."""
+    waiting, _owed[:] = _owed[:], []
+    for there in waiting:
+        owed = there()
+        if owed is None:
+            continue
+        if callable(owed.part):
+            _owed.append(there)
+        else:
+            owed.send()
+
+
+def summed(
+    parts: Sequence[Tensor | None], axes: Sequence[Axis], like: Tensor | None = None
+) -> list[Tensor | None]:
+    """Small tensors that nothing waits for yet, summed over axes: all in one transfer for each.
+
+    Args:
+        like: has the dtype of the results; by default it is that of the parts.
+    """
+    there = [part for part in parts if part is not None]
+    if not there:
+        return list(parts)
+    flat = torch.cat([part.reshape(-1) for part in there])
+    total = _over(flat, axes, flat.dtype if like is None else like.dtype)
+    starts = iter([0, *accumulate(part.numel() for part in there)])
+
+    def one(shape: torch.Size, start: int) -> Tensor:
+        def make() -> Tensor:
+            # A clone: a gradient that is a view of the total cannot be copied by deepcopy.
+            return undeferred(total).narrow(0, start, shape.numel()).view(shape).clone()
+
+        return Later(shape, total, make) if isinstance(total, Deferred) else make()
+
+    return [None if part is None else one(part.shape, next(starts)) for part in parts]
+
+
+def _over(part: Tensor, axes: Sequence[Axis], dtype: torch.dtype) -> Tensor:
+    """``part`` summed over axes, deferred where there is no graph to trace."""
+
+    def after(total: Tensor, axes: Sequence[Axis]) -> Tensor:
+        for axis in axes:
+            total = all_reduce(total, axis).wait()
+        return total.to(dtype)
+
+    if not axes or torch.compiler.is_compiling():
+        return after(part, axes)
+    first, *others = axes
+    owed = Owed(part, lambda part: all_reduce(part, first))
+    return Later(part.shape, part.new_empty(0, dtype=dtype), lambda: after(owed.value(), others))

@@ -14,6 +14,7 @@ from .edges import enter, leave
 from .grid import Grid
 from .layouts import Layout, as_layout, check_row_dim, feature_layout
 from .ops.norm import norm2d
+from .prefetch import Ready, take_up
 from .recognise import norm_of
 
 __all__ = ["Norm2D"]
@@ -116,10 +117,15 @@ class _NormRunner(Runner):
         self.token_axis = across if isinstance(tokens, Shard) else None
         self.use_local_output = style.use_local_output
 
+    def prepare(self, module: nn.Module) -> Ready:
+        """Take up the parameters."""
+        return Ready(*local_shards(*(getattr(module, name, None) for name in ("weight", "bias"))))
+
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
         x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
-        weight, bias = local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
+        ready = take_up(module, self.prepare)
+        weight, bias = ready.weight, ready.bias
         if weight is not None and self.norm.weight_offset:
             weight = weight + self.norm.weight_offset
         y = norm2d(

@@ -1,4 +1,8 @@
-"""Gathering weights before they are needed, as FSDP2 does: the next modules' during this one.
+"""Taking up parameters before they are needed: the next modules', during this one.
+
+Their weights are gathered then, as FSDP2 does. And in backward the nodes that wait for the
+gradients of parameters come late, since autograd runs first what was made last: what those wait
+for has arrived by then.
 
 Which modules come next is what followed last time; in backward, what ran before in this pass.
 Every rank has seen the same, so every rank starts the same gathers in the same order.
@@ -14,23 +18,48 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .comm import Pending
 
-__all__ = ["AHEAD", "Ready", "Regather", "end", "fetch"]
+__all__ = ["AHEAD", "GATHERED_AHEAD", "Ready", "Regather", "end", "gather_ahead", "take_up"]
 
-AHEAD = 4
-"""How many modules ahead: the most gathered weights that wait for their turn."""
+AHEAD = 8
+"""How many modules ahead: those of a transformer's layer."""
+
+GATHERED_AHEAD = 4
+"""The most gathered weights that wait for their turn."""
 
 
 @dataclass
 class Ready:
-    """A module's parameters as its op takes them, and its weight's gather."""
+    """A module's parameters as its op takes them.
 
-    weight: Tensor
+    Args:
+        gather: starts the gather of the weight, where one is to be gathered.
+    """
+
+    weight: Tensor | None
     bias: Tensor | None
-    moving: Pending
+    gather: Callable[[], Pending] | None = None
     made_from: tuple[Any, ...] = ()
+    _moving: Pending | None = None
+
+    def start(self) -> None:
+        """Start the gather, if there is one to be started."""
+        if self._moving is None and self.gather is not None:
+            self._moving = self.gather()
+
+    @property
+    def moving(self) -> Pending:
+        """The weight's gather."""
+        assert self._moving is not None
+        return self._moving
+
+    def drop(self) -> None:
+        """Nobody will take it."""
+        if self._moving is not None:
+            self._moving.wait()
 
 
 class Regather:
@@ -67,7 +96,7 @@ class Regather:
     def start_those_before(self) -> None:
         """Start what backward comes to next: its gathers travel while this module computes."""
         link: Regather | None = self
-        for _ in range(AHEAD):
+        for _ in range(GATHERED_AHEAD):
             link = None if link is None or link._before is None else link._before()
             if link is None or not link._start():
                 break
@@ -94,16 +123,18 @@ def _after(module: nn.Module | None) -> nn.Module | None:
 
 def _made_from(module: Any) -> tuple[Any, ...]:
     """What a gathered weight depends on: if it changed since, the gather is of no use."""
-    weight = module.weight
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return (torch.is_grad_enabled(),)
     device = weight.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return id(weight), weight._version, torch.is_grad_enabled(), autocast
 
 
 def drop() -> None:
-    """Forget what was gathered ahead: the order is broken."""
+    """Forget what was taken up ahead: the order is broken."""
     for ready in _ready.values():
-        ready.moving.wait()
+        ready.drop()
     _ready.clear()
 
 
@@ -119,41 +150,59 @@ def end() -> None:
     _last = None
 
 
-def fetch(module: nn.Module, prepare: Callable[[nn.Module], Ready | None]) -> Ready:
+def take_up(module: nn.Module, prepare: Callable[[nn.Module], Ready]) -> Ready:
     """What ``prepare`` makes of a module that is about to run, ahead of time if it was foreseen.
 
     Args:
-        prepare: starts a module's gather; None if the weight is not at hand yet (FSDP2 has not
-            gathered it).
+        prepare: takes up a module's parameters; the method of that name of the module's runner.
     """
     global _last
+    if torch.compiler.is_compiling():
+        return prepare(module)
     last = None if _last is None else _last()
     if _after(last) is not module:
-        # Not the order of last time: what was gathered ahead may never be asked for.
+        # Not the order of last time: what was taken up ahead may never be asked for.
         drop()
     ready = _ready.pop(ref(module), None)
     if ready is not None and ready.made_from != _made_from(module):
-        ready.moving.wait()
+        ready.drop()
         ready = None
     if ready is None:
         ready = prepare(module)
-    assert ready is not None
+    ready.start()
     mine = _position.setdefault(module, next(_positions))
     if last is not None and _position[last] < mine:
         _following[last] = ref(module)
     _last = ref(module)
     # Recomputation in backward goes over a part of the modules only.
     if torch._C._current_graph_task_id() == -1:
-        ahead: nn.Module | None = module
-        for _ in range(AHEAD):
-            ahead = _after(ahead)
-            if ahead is None:
-                break
-            if ref(ahead) not in _ready:
-                runner: Any = ahead._tp2d
-                early = runner.prepare(ahead)
-                if early is None:
-                    break
-                early.made_from = _made_from(ahead)
-                _ready[ref(ahead)] = early
+        _look_ahead(module)
+        if last is None:
+            gather_ahead()
     return ready
+
+
+def _look_ahead(module: nn.Module) -> None:
+    """Take up the parameters of the modules that follow."""
+    ahead: nn.Module | None = module
+    for _ in range(AHEAD):
+        ahead = _after(ahead)
+        if ahead is None:
+            break
+        if ref(ahead) in _ready:
+            continue
+        runner: Any = ahead._tp2d
+        weight = getattr(ahead, "weight", None)
+        if isinstance(weight, DTensor) and weight.device_mesh != runner.grid.mesh:
+            # FSDP2 has not gathered its part yet.
+            break
+        ready = runner.prepare(ahead)
+        ready.made_from = _made_from(ahead)
+        _ready[ref(ahead)] = ready
+
+
+def gather_ahead() -> None:
+    """Gather the weights that are needed next: best when no other transfer is under way."""
+    waiting = [ready for ready in _ready.values() if ready.gather is not None]
+    for ready in waiting[:GATHERED_AHEAD]:
+        ready.start()

@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .base import GridStyle, LayoutLike, Runner, local_shards
 from .comm import Axis, all_reduce
+from .deferred import summed
 from .edges import to_dtensor
 from .embedding import EmbeddingRunner
 from .grid import Grid
 from .layouts import Layout, as_layout, check_row_dim, normalize
+from .prefetch import Ready, take_up
 from .recognise import is_embedding
 
 __all__ = ["Replicate", "SumGrads", "WholeRunner"]
@@ -196,8 +198,12 @@ class WholeRunner(Runner):
             for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
             if isinstance(placement, Shard) and axis.size > 1
         ]
-        params = local_shards(*map(module._parameters.get, ("weight", "bias")))
-        return self.locally(module, x, *SumGrads.apply(axes, *params))
+        ready = take_up(module, self.prepare)
+        return self.locally(module, x, *SumGrads.apply(axes, ready.weight, ready.bias))
+
+    def prepare(self, module: nn.Module) -> Ready:
+        """Take up the parameters."""
+        return Ready(*local_shards(*map(module._parameters.get, ("weight", "bias"))))
 
 
 _LocalMath = Callable[..., Tensor]
@@ -240,16 +246,7 @@ class SumGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        present = [grad for grad in grads if grad is not None]
-        if not present:
-            return None, *grads
-        total = torch.cat([grad.reshape(-1) for grad in present])
-        for axis in ctx.axes:
-            total = all_reduce(total, axis).wait()
-        pieces = iter(total.split([grad.numel() for grad in present]))
-        # Clones: a gradient that is a view into `total` cannot be copied by deepcopy.
-        summed = [None if grad is None else next(pieces).view_as(grad).clone() for grad in grads]
-        return None, *summed
+        return None, *summed(grads, ctx.axes)
 
 
 def _settle_after_backward(param: DTensor) -> None:

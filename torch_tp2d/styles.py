@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from . import layouts
 from .base import GridStyle, LayoutLike, Runner, local_shards
@@ -26,7 +26,7 @@ from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
 from .ops.matmul.stationary import StationaryOp, stationary2d
 from .planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from .planner.rates import Rates, measured
-from .prefetch import Ready, fetch
+from .prefetch import Ready, gather_ahead, take_up
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
 
 __all__ = [
@@ -294,21 +294,19 @@ class _LinearRunner(Runner):
             return deal_grad(weight, self.out_dim, bias, self.parts, self.grid.col)
         return weight, bias
 
-    def prepare(self, module: Any) -> Ready | None:
-        """Start gathering the weight; None if it is not there to be gathered."""
-        if isinstance(module.weight, DTensor) and module.weight.device_mesh != self.grid.mesh:
-            return None
+    def prepare(self, module: Any) -> Ready:
+        """Take up the parameters; the weight is to be gathered."""
         weight, bias = self._shards(module)
-        moving = self.op.algorithm.prefetch(self.op.as_b(weight.detach()), self.op.cut)
+        shard, op = self.op.as_b(weight.detach()), self.op
         if self.parts > 1 or torch.is_autocast_enabled(weight.device.type):
             # The shards themselves take deferred gradients; what was made of them does not.
             weight, bias = ring.late(weight), None if bias is None else ring.late(bias)
-        return Ready(weight, bias, moving)
+        return Ready(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut))
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
-            ready = fetch(module, self.prepare)
+            ready = take_up(module, self.prepare)
         sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
         operand = enter(
             x,
@@ -326,10 +324,11 @@ class _LinearRunner(Runner):
         if ready is None:
             y = linear2d(operand, *self._shards(module), op, shards)
         else:
-            assert isinstance(operand, Tensor)
+            assert isinstance(operand, Tensor) and ready.weight is not None
             if torch.is_autocast_enabled(operand.device.type):
                 operand = operand.to(ready.weight.dtype)
             y = ring.linear(operand, ready.weight, ready.bias, op, ready.moving, shards)
+            gather_ahead()
         return leave(
             y,
             have,

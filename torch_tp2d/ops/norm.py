@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Axis, Pending, all_reduce
+from ..comm import Axis, all_reduce
+from ..deferred import summed
 
 __all__ = ["norm2d"]
 
@@ -53,11 +54,11 @@ class _Norm2D(torch.autograd.Function):
         hidden = ctx.hidden
         grad, normal = grad.to(rstd.dtype), normal.to(rstd.dtype)
         tokens = tuple(range(grad.ndim - 1))
-        dweight = dbias = None
-        if weight is not None:
-            dweight = _over((grad * normal).sum(tokens), ctx.token_axis)
-        if ctx.has_bias:
-            dbias = _over(grad.sum(tokens), ctx.token_axis)
+        learns = [
+            None if weight is None else (grad * normal).sum(tokens),
+            grad.sum(tokens) if ctx.has_bias else None,
+        ]
+        axes = [] if ctx.token_axis is None else [ctx.token_axis]
         dnormal = grad if weight is None else grad * weight
         sums = [(dnormal * normal).sum(-1, keepdim=True)]
         if ctx.centered:
@@ -68,14 +69,9 @@ class _Norm2D(torch.autograd.Function):
             dx = dx - totals[..., 1:]
         return (
             (dx * rstd).to(grads[0].dtype),
-            None if dweight is None else dweight.wait().to(weight.dtype),
-            None if dbias is None else dbias.wait().to(weight.dtype),
+            *summed(learns, axes, like=weight),
             *(None,) * 5,
         )
-
-
-def _over(total: Tensor, axis: Axis | None) -> Pending:
-    return Pending(total) if axis is None else all_reduce(total, axis)
 
 
 def norm2d(

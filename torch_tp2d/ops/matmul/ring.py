@@ -3,7 +3,8 @@
 What is gathered along ``tp_col`` is multiplied piece by piece as it comes, and what is reduced
 there leaves piece by piece as it is computed, on any grid, forward and backward; backward is the
 other kind of forward. A weight is gathered before it is needed (:mod:`torch_tp2d.prefetch`), and
-its gradient is multiplied and reduced while the input's gradient is on its way (:class:`Owed`).
+its gradient is multiplied while the input's gradient is on its way, and reduced when nothing else
+is (:class:`Owed`).
 
 For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`.
 
@@ -31,13 +32,14 @@ from ...comm import (
 )
 from ...deferred import (
     Assembly,
-    Deferred,
     Gathering,
+    Later,
     Owed,
     Products,
     Transfer,
+    compute_owed,
     rows_of,
-    settle,
+    send_owed,
     undeferred,
 )
 from ...prefetch import Regather, end
@@ -177,7 +179,8 @@ class _Gather(torch.autograd.Function):
         else:
             leaving = reduce_scatter(undeferred(grad), *ctx.shards)
         if not torch.compiler.is_compiling():
-            settle()
+            send_owed()
+            compute_owed()
             if ctx.again is not None:
                 ctx.again.done()
         return leaving.wait().contiguous(), None, None
@@ -207,10 +210,7 @@ class _Late(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,) = grads
-        if isinstance(grad, Deferred):
-            settle()
-        return undeferred(grad)
+        return undeferred(grads[0])
 
 
 def late(shard: Tensor) -> Tensor:
@@ -281,26 +281,23 @@ class _Linear(torch.autograd.Function):
             grad = arriving.value()
         if ctx.has_bias and need_bias:
             mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
-            reducing = all_reduce(mine.flatten(0, -2).sum(0), cut.row)
-            db = Owed(mine.shape[-1:], mine, lambda: reducing, lambda total: total)
+            biases = Owed(mine.flatten(0, -2).sum(0), lambda part: all_reduce(part, cut.row))
+            db = Later(mine.shape[-1:], mine, biases.value)
         if need_weight:
             a, c = (x, grad) if op.gathers_input else (grad, x)
 
-            def begin() -> Pending:
-                product = partial
-                if product is None:
-                    product = undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
-                return collective.atb_sum(product, cut)
+            def product() -> Tensor:
+                return undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
 
-            def finish(total: Tensor) -> Tensor:
-                return op.as_b(total).contiguous()
-
-            dw = Owed(ctx.weight_shape, grad, begin, finish)
+            part = product if partial is None else partial
+            weights = Owed(part, lambda part: collective.atb_sum(part, cut))
+            dw = Later(ctx.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
         if need_x and op.gathers_input:
             b = moving.wait()
             dx = Products(((grad, b),)) if ctx.arriving else grad @ b.t()
         if not isinstance(dx, Products):
-            settle()
+            # What comes next is the user's, attention say, and sends nothing.
+            send_owed()
         return dx, dw, db, None, None, None
 
 
