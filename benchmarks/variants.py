@@ -102,6 +102,8 @@ class Variant:
     seconds: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     step_memory: list[float] = field(default_factory=list)
+    stolen: list[float] = field(default_factory=list)
+    again: int = 0
 
     @property
     def title(self) -> str:

@@ -184,13 +184,12 @@ def take_up(module: nn.Module, prepare: Callable[[nn.Module], Ready]) -> Ready:
 
 def _look_ahead(module: nn.Module) -> None:
     """Take up the parameters of the modules that follow."""
-    ahead: nn.Module | None = module
-    for _ in range(AHEAD):
+    # Those that wait are the next ones, in their order.
+    ahead = next(reversed(_ready))() if _ready else module
+    while len(_ready) < AHEAD:
         ahead = _after(ahead)
         if ahead is None:
             break
-        if ref(ahead) in _ready:
-            continue
         runner: Any = ahead._tp2d
         weight = getattr(ahead, "weight", None)
         if isinstance(weight, DTensor) and weight.device_mesh != runner.grid.mesh:
