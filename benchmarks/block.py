@@ -14,8 +14,9 @@ arithmetic. A plan that cannot run gets a line that says why.
 
 The plans take turns, one step each per round and in another, shuffled order each round, so that
 whatever else this machine does hits all of them alike. A step during which the host of a virtual
-machine took more than 3 % of its processors is taken again, at most twice, and the least disturbed
-one counts; what was taken is printed and stored. What is printed and stored for each plan:
+machine took more than 3 % of its processors is taken again, at most twice. Of those still disturbed
+then, the least so is stored, and counts only for a plan that has no other. What is printed and
+stored for each plan:
 
 seconds     of a step, that of the slowest rank, the median over rounds
 / tp        the ratio to stock TP, taken within a round, so that a slow minute does not bend it:

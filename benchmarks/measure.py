@@ -23,8 +23,8 @@ from variants import SEED, Share, Sizes, Variant
 # Sums of a few million fp32 terms in another order agree to about 1e-6.
 TOLERANCE = 1e-5
 
-# A step during which the host took more of the processors than this share is taken again, at most
-# so many times in all; the one it took the least of counts.
+# A step during which the host took more of the processors than this share is disturbed, and taken
+# again, at most so many times in all.
 MOST_STOLEN = 0.03
 TRIES = 3
 
@@ -227,6 +227,16 @@ def bytes_per_second(rate: str | None) -> float:
     raise ValueError(f"rate {rate!r}: write it as in 200mbit or 1gbit, or none")
 
 
+def undisturbed(values: Sequence[float], *stolen: Sequence[float]) -> list[float]:
+    """The values of the rounds in which nothing was disturbed; all of them where none was calm."""
+    calm = [
+        value
+        for value, *shares in zip(values, *stolen, strict=True)
+        if max(shares) <= MOST_STOLEN
+    ]
+    return calm or list(values)
+
+
 def summarize(
     variants: Sequence[Variant],
     shares: dict[Share, Variant],
@@ -243,14 +253,19 @@ def summarize(
     has_counter = Meter().counter is not None
     records = []
     for variant in variants:
-        ratios = [own / other for own, other in zip(variant.seconds, base.seconds, strict=True)]
+        ratios = undisturbed(
+            [own / other for own, other in zip(variant.seconds, base.seconds, strict=True)],
+            variant.stolen,
+            base.stolen,
+        )
         loss, norm, moved = seen[variant.title]
         kind = variant.name.partition(" ")[0].partition(":")[0]
         predicted = predicted_bytes(kind, variant.share, sizes)
         least = moved if predicted is None else predicted
-        alone = shares[variant.share].seconds
-        limit = max(statistics.median(alone), least / bytes_per_second(rate))
-        seconds = statistics.median(variant.seconds)
+        share = shares[variant.share]
+        alone = statistics.median(undisturbed(share.seconds, share.stolen))
+        limit = max(alone, least / bytes_per_second(rate))
+        seconds = statistics.median(undisturbed(variant.seconds, variant.stolen))
         records.append(
             {
                 "plan": variant.name,
@@ -265,14 +280,15 @@ def summarize(
                 "nccl_bytes": moved,
                 "step_peak_bytes": statistics.median(variant.step_memory),
                 "parameter_bytes": largest_over_ranks([held(variant.model)])[0],
-                "compute_seconds": statistics.median(alone),
+                "compute_seconds": alone,
                 "limit_seconds": limit,
                 "times_limit": seconds / limit,
                 "loss": loss,
                 "gradient_norm": norm,
                 "rounds": {
                     "seconds": variant.seconds,
-                    "compute_seconds": alone,
+                    "compute_seconds": share.seconds,
+                    "compute_stolen": share.stolen,
                     "sent_bytes": variant.sent if has_counter else None,
                     "step_peak_bytes": variant.step_memory,
                     "stolen": variant.stolen,

@@ -104,6 +104,9 @@ def test_a_step_that_the_host_disturbed_is_taken_again(monkeypatch: pytest.Monke
     measure.measure([variant], 3, small.elements)
     assert variant.seconds == [1.01, 1.0, 1.4]
     assert variant.stolen == [0.01, 0.0, 0.4] and variant.again == 3 and variant.sent == [7] * 3
+    assert measure.undisturbed(variant.seconds, variant.stolen) == [1.01, 1.0]
+    assert measure.undisturbed([1.0, 2.0], [0.5, 0.4]) == [1.0, 2.0]
+    assert measure.undisturbed([1.0, 2.0], [0.0, 0.0], [0.5, 0.0]) == [2.0]
 
 
 class TestResults:
