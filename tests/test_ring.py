@@ -327,6 +327,32 @@ def test_a_norm_asks_for_sizes_before_it_computes() -> None:
     assert world.run(4, _order_of_a_norm) == ["Ggn.."] * 4
 
 
+def _order_of_inference() -> str:
+    mesh = grid_mesh(2, 2)
+    several = parallelize_module(
+        nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24)).double(),
+        mesh,
+        {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(output_layouts=Shard(1))},
+    )
+    events = _Events(several[0]._tp2d.grid.row.group)
+    with torch.no_grad(), events:
+        for _ in range(2):
+            events.seen = ""
+            several(tokens(2, 4, 24))
+    return events.seen
+
+
+def test_a_pass_begins_with_gathers_where_none_ended_in_backward() -> None:
+    """Both weights' (``GG``) before anything else.
+
+    The start of a pass was told by the backward before it, so inference gathered each weight when
+    it was needed.
+    """
+    for events in world.run(4, _order_of_inference):
+        assert events.startswith("GG"), events
+        assert "G" not in events[2:], events
+
+
 def _order_resharded() -> tuple[str, str, str, str]:
     return _order(reshard_after_forward=True)
 

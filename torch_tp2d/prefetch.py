@@ -160,7 +160,8 @@ def take_up(module: nn.Module, prepare: Callable[[nn.Module], Ready]) -> Ready:
     if torch.compiler.is_compiling():
         return prepare(module)
     last = None if _last is None else _last()
-    if _after(last) is not module:
+    foreseen = _after(last) is module
+    if not foreseen:
         # Not the order of last time: what was taken up ahead may never be asked for.
         drop()
     ready = _ready.pop(ref(module), None)
@@ -177,7 +178,8 @@ def take_up(module: nn.Module, prepare: Callable[[nn.Module], Ready]) -> Ready:
     # Recomputation in backward goes over a part of the modules only.
     if torch._C._current_graph_task_id() == -1:
         _look_ahead(module)
-        if last is None:
+        if not foreseen:
+            # A pass begins, and nothing is under way.
             gather_ahead()
     return ready
 
