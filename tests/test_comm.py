@@ -31,7 +31,7 @@ def _mine(whole: Tensor, dim: int, axis: comm.Axis) -> Tensor:
 
 
 def _raw(rows: int, columns: int, piece: int) -> None:
-    comm.PIECE_BYTES = piece
+    comm.axis.PIECE_BYTES = piece
     grid = Grid(grid_mesh(rows, columns))
     for axis, dim, size in product((grid.row, grid.col), (0, 1), (7, 6, 2, 1)):
         whole = _whole(size, 5) if dim == 0 else _whole(5, size)
@@ -73,7 +73,7 @@ def _raw(rows: int, columns: int, piece: int) -> None:
             assert torch.equal(rolled, whole.split(sizes, dim)[there])
 
 
-@pytest.mark.parametrize("piece", [comm.PIECE_BYTES, 16], ids=["whole", "cut"])
+@pytest.mark.parametrize("piece", [comm.axis.PIECE_BYTES, 16], ids=["whole", "cut"])
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int, piece: int) -> None:
     world.run(rows * columns, _raw, rows, columns, piece)
@@ -81,7 +81,7 @@ def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int, p
 
 def _pieces_by_rate() -> list[int]:
     grid = Grid(grid_mesh(2, 2))
-    comm.PIECE_BYTES, comm.FAST_PIECE_BYTES, shards = 64, 128, (16, 16)
+    comm.axis.PIECE_BYTES, comm.axis.FAST_PIECE_BYTES, shards = 64, 128, (16, 16)
     comm.link_is(12.5e6, grid.row)
     comm.link_is(125e6, grid.col)
     whole = _whole(32, 4)

@@ -128,7 +128,7 @@ def _recorded(
     backend: str | None = None,
 ) -> tuple[float, list[str]]:
     """The largest difference to one device, and the graphs of forward and backward."""
-    comm.PIECE_BYTES = piece
+    comm.axis.PIECE_BYTES = piece
     batch, sequence, hidden, inner = sizes
     mesh = grid_mesh(rows, columns)
     torch.manual_seed(0)

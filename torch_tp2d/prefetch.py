@@ -31,6 +31,9 @@ GATHERED_AHEAD = 4
 """The most gathered weights that wait for their turn."""
 
 
+_TAKEN_UP = "weight", "bias"
+
+
 @dataclass
 class Ready:
     """A module's parameters as its op takes them.
@@ -122,13 +125,14 @@ def _after(module: nn.Module | None) -> nn.Module | None:
 
 
 def _made_from(module: Any) -> tuple[Any, ...]:
-    """What a gathered weight depends on: if it changed since, the gather is of no use."""
-    weight = getattr(module, "weight", None)
-    if weight is None:
-        return (torch.is_grad_enabled(),)
-    device = weight.device.type
+    """What taken-up parameters depend on: if it changed since, they are of no use."""
+    params = [p for p in (getattr(module, name, None) for name in _TAKEN_UP) if p is not None]
+    made = torch.is_grad_enabled(), *(key for p in params for key in (id(p), p._version))
+    if not params:
+        return made
+    device = params[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return id(weight), weight._version, torch.is_grad_enabled(), autocast
+    return *made, autocast
 
 
 def drop() -> None:

@@ -1,20 +1,9 @@
-"""The few collectives that everything uses, along one axis of the grid.
+"""The raw collectives: each starts a transfer and returns a :class:`Pending`.
 
-They work on plain local tensors, take uneven shards (padded on the wire only), trace under
-``torch.compile`` and can be counted (:class:`torch_tp2d.CommCounter`). Two layers:
-
-* *raw*: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``,
-  ``reduce``, ``shift``, ``deal``, ``gather_others`` and ``reduce_from_others`` start a transfer and
-  return a :class:`Pending`; what is computed before its ``wait()`` overlaps with it. The matmul
-  algorithms are written with these.
-* *differentiable*: :func:`move` changes one axis of a tensor's layout, :func:`broadcast_grad`,
-  :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones, :func:`deal_grad` takes
-  a fused weight apart.
-
-gloo wants two things done for it (both measured, see ``benchmarks``). Its reduce-scatter costs as
-much as an all-reduce, so there :func:`reduce_scatter` exchanges the shards with an all-to-all and
-sums them here. And a large message between two ranks that also send to each other takes twice its
-time, so what travels both ways is cut into pieces of :data:`PIECE_BYTES`.
+What is computed before its ``wait()`` overlaps with it; the matmul algorithms are written with
+these. They take uneven shards, padded on the wire only. gloo's own reduce-scatter costs as much as
+an all-reduce (measured, see ``benchmarks``), so there :func:`reduce_scatter` exchanges the shards
+with an all-to-all and sums them here.
 """
 
 from __future__ import annotations
@@ -22,138 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from .layouts import chunk_sizes, nested_chunk_sizes
+from ..layouts import chunk_sizes
+from .axis import Axis, without_own
 
 __all__ = [
-    "Axis",
     "Pending",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "broadcast_grad",
     "deal",
-    "deal_grad",
     "gather_others",
-    "link_is",
-    "move",
-    "only_own",
     "reduce",
     "reduce_from_others",
-    "reduce_grad",
     "reduce_scatter",
     "shift",
-    "shift_grad",
-    "without_own",
 ]
 
 _c10d = torch.ops._c10d_functional
-
-PIECE_BYTES = 192 * 1024
-"""On gloo what travels both ways is cut into pieces of about this size, sent one after another.
-
-Whole, 4 MB to and fro between two ranks took 2.0 times bytes/rate; in 8 pieces 1.09, in 16 1.02.
-At 200 Mbit/s steps were shorter than with 128, 256 and 384 KB.
-"""
-
-FAST_PIECE_BYTES = 512 * 1024
-"""The same for a link known to be fast (:func:`link_is`): at 1 Gbit/s shorter than with 192 and 256
-KB by 6 %, and than with 384 and 1024 KB.
-"""
-
-FAST = 50e6
-"""From how many bytes a second a link is fast: 400 Mbit/s."""
-
-ROUND_SECONDS = 0.3e-3
-"""What one round of the ring algorithm costs a rank beside its product, on gloo."""
-
-ROUNDS = 4
-"""The most rounds of the ring algorithm where nothing is cut for the wire's sake.
-
-More hide more of the transfer, and make the products smaller than a GPU likes; not measured yet.
-"""
-
-
-_fast: set[str] = set()
-
-
-def link_is(rate: float, axis: Axis) -> None:
-    """Note the rate, in bytes a second, at which the ranks of an axis send to one another.
-
-    All ranks of the axis have to note the same: transfers are cut by it.
-    """
-    if rate >= FAST:
-        _fast.add(axis.group)
-
-
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """One axis of the grid as a rank sees it: the ranks that differ only in its index.
-
-    ``parts`` is ``(size,)``, or the sizes of the mesh axes that were flattened into this one.
-    """
-
-    name: str
-    parts: tuple[int, ...]
-    index: int
-    group: str
-    is_gloo: bool
-    """Whether transfers are cut, and reduce-scatters made of all-to-alls (module docstring)."""
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", math.prod(self.parts))
-
-    def split(self, extent: int) -> tuple[int, ...]:
-        """Extents of the shards of a dim of ``extent`` elements, one for each rank."""
-        return nested_chunk_sizes(extent, self.parts)
-
-    def pieces(self, elements: int, dtype: torch.dtype) -> int:
-        """Into how many pieces a transfer of ``elements`` to one peer is cut."""
-        return self._cut(elements, dtype) if self.is_gloo else 1
-
-    @property
-    def spares_own(self) -> bool:
-        """Whether what a rank has of a gather, or keeps of a sum, is left off the wire's buffers.
-
-        On gloo, which copies it. Not in a graph, which might drop a transfer that brings nothing
-        to its own rank while the others wait for what it sends.
-        """
-        return self.is_gloo and not torch.compiler.is_compiling()
-
-    def _cut(self, elements: int, dtype: torch.dtype) -> int:
-        largest = FAST_PIECE_BYTES if self.group in _fast else PIECE_BYTES
-        return max(1, elements * dtype.itemsize // largest)
-
-    def rounds(
-        self, sizes: Sequence[int], width: int, dtype: torch.dtype
-    ) -> list[tuple[int, tuple[int, ...]]]:
-        """Cut shards of ``sizes`` rows of ``width`` elements into what is sent at a time.
-
-        Every rank has a part in every round, unless there is only one: a compiled graph drops a
-        transfer of whose result its rank makes nothing, and the others would wait for it.
-
-        Returns:
-            ``(start, counts)`` for each round: rank ``r`` sends its rows from ``start`` on,
-            ``counts[r]`` of them.
-        """
-        longest, shortest = max(sizes), min(sizes)
-        count = self._cut(longest * width, dtype)
-        count = count if self.is_gloo else min(count, ROUNDS)
-        starts = range(0, shortest, -(-shortest // count)) if shortest else range(1)
-        return [
-            (start, tuple(min(end, size) - start for size in sizes))
-            for start, end in zip(starts, (*starts[1:], longest), strict=True)
-        ]
 
 
 class Pending:
@@ -349,17 +230,6 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
     whole = whole.contiguous()
     start = partial(_c10d.reduce_scatter_tensor.default, whole, "sum", axis.size, axis.group)
     return Pending(None, [start], lambda wires: wires[0][:mine].movedim(0, dim))
-
-
-def without_own(counts: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    """A count for each rank, 0 for this one."""
-    return (*counts[: axis.index], 0, *counts[axis.index + 1 :])
-
-
-def only_own(counts: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    """This rank's count, 0 for each other."""
-    after = axis.size - axis.index - 1
-    return (0,) * axis.index + (counts[axis.index],) + (0,) * after
 
 
 def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
@@ -582,188 +452,3 @@ def deal(x: Tensor, dim: int, parts: int, axis: Axis, *, back: bool = False) -> 
 
     largest = width * -(-parts // axis.size)
     return _exchange(blocks.reshape(-1), sends, receives, axis, largest, finish)
-
-
-class _Move(torch.autograd.Function):
-    """One axis of a layout changes; see :func:`move` for the table of pairs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        src: Placement,
-        dst: Placement,
-        src_grad: Placement,
-        dst_grad: Placement,
-        sizes: dict[int, Sequence[int]],
-    ) -> Tensor:
-        ctx.axis, ctx.sizes = axis, sizes
-        ctx.grads = dst_grad, src_grad
-        return _raw_move(x, axis, src, dst, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        have, want = ctx.grads
-        return (_raw_move(grad, ctx.axis, have, want, ctx.sizes), *(None,) * 6)
-
-
-def _raw_move(
-    x: Tensor, axis: Axis, src: Placement, dst: Placement, sizes: dict[int, Sequence[int]]
-) -> Tensor:
-    if src == dst:
-        return x.view_as(x)
-    match src, dst:
-        case Shard(), Replicate():
-            return all_gather(x, src.dim, sizes[src.dim], axis).wait().contiguous()
-        case Shard(), Shard():
-            return all_to_all(x, dst.dim, sizes[dst.dim], src.dim, sizes[src.dim], axis).wait()
-        case Replicate(), Shard():
-            # A copy: a view would keep the whole tensor alive.
-            start = sum(sizes[dst.dim][: axis.index])
-            return x.narrow(dst.dim, start, sizes[dst.dim][axis.index]).clone(
-                memory_format=torch.contiguous_format
-            )
-        case Partial(), Shard():
-            return reduce_scatter(x, dst.dim, sizes[dst.dim], axis).wait().contiguous()
-        case Partial(), Replicate():
-            return all_reduce(x, axis).wait()
-    raise AssertionError(f"no move from {src} to {dst}")
-
-
-def _grad_of(placement: Placement) -> Placement:
-    return Replicate() if isinstance(placement, Partial) else placement
-
-
-def move(
-    x: Tensor,
-    axis: Axis,
-    src: Placement,
-    dst: Placement,
-    sizes: dict[int, Sequence[int]],
-    *,
-    partial_grad: bool = False,
-) -> Tensor:
-    """Change the layout of ``x`` along one axis, differentiably.
-
-    ============================  ==============  =======================================
-    ``src -> dst``                forward         backward
-    ============================  ==============  =======================================
-    ``Shard -> Replicate``        all-gather      slice; reduce-scatter if ``partial_grad``
-    ``Replicate -> Shard``        slice           all-gather
-    ``Shard -> Shard``            all-to-all      all-to-all
-    ``Partial -> Shard``          reduce-scatter  all-gather
-    ``Partial -> Replicate``      all-reduce      nothing; all-reduce if ``partial_grad``
-    ``Replicate -> Replicate``    nothing         nothing; all-reduce if ``partial_grad``
-    ============================  ==============  =======================================
-
-    Args:
-        sizes: for each sharded dim, every rank's extent in it.
-        partial_grad: what uses the result hands back only its own share of the gradient, so the
-            shares are summed over the axis; otherwise every rank hands back the whole gradient.
-    """
-    if axis.size == 1:
-        return x
-    if partial_grad and not isinstance(dst, Replicate):
-        raise AssertionError(f"only a replicated result has a partial gradient, not {dst}")
-    dst_grad: Placement = Partial() if partial_grad else _grad_of(dst)
-    src_grad = _grad_of(src)
-    if src == dst and src_grad == dst_grad:
-        return x
-    return _Move.apply(x, axis, src, dst, src_grad, dst_grad, sizes)
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int, axis: Axis) -> Tensor:
-        ctx.src, ctx.axis = src, axis
-        return broadcast(x, None, x.shape, src, axis).wait().view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        total = reduce(grad, ctx.src, ctx.axis).wait()
-        return total if ctx.axis.index == ctx.src else torch.zeros_like(grad), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dst: int, axis: Axis) -> Tensor:
-        ctx.dst, ctx.axis = dst, axis
-        total = reduce(x, dst, axis).wait()
-        return total.view_as(x) if axis.index == dst else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        return broadcast(grad, None, grad.shape, ctx.dst, ctx.axis).wait(), None, None
-
-
-class _Shift(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]
-    ) -> Tensor:
-        ctx.steps, ctx.axis, ctx.dim, ctx.sizes = steps, axis, dim, sizes
-        rolled = shift(x, steps, axis, dim, sizes).wait()
-        return rolled.view_as(rolled)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        held = (ctx.axis.index + ctx.steps) % ctx.axis.size
-        rolled = shift(grad, -ctx.steps, ctx.axis, ctx.dim, ctx.sizes, held).wait()
-        return (rolled, *(None,) * 4)
-
-
-def broadcast_grad(x: Tensor, src: int, axis: Axis) -> Tensor:
-    """Every rank gets rank ``src``'s ``x``; the gradients of all copies add up on ``src``.
-
-    torch's own differentiable broadcast zeroes the source's gradient in subgroups
-    (pytorch#130515).
-    """
-    return _Broadcast.apply(x, src, axis)
-
-
-def reduce_grad(x: Tensor, dst: int, axis: Axis) -> Tensor:
-    """Rank ``dst`` gets the sum of ``x``, the others zeros; ``dst``'s gradient goes to all."""
-    return _Reduce.apply(x, dst, axis)
-
-
-def shift_grad(x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Rank ``index + steps``'s block of ``dim``; its gradient travels back the same way."""
-    return _Shift.apply(x, steps, axis, dim, sizes)
-
-
-class _Deal(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, parts: int, axis: Axis, *shards: Tensor | int | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.parts, ctx.axis, ctx.dims = parts, axis, shards[1::2]
-        return _deal_all(shards[::2], ctx.dims, parts, axis, back=False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        dealt = _deal_all(grads, ctx.dims, ctx.parts, ctx.axis, back=True)
-        return (None, None, *(item for grad in dealt for item in (grad, None)))
-
-
-def _deal_all(
-    shards: Sequence[Any], dims: Sequence[Any], parts: int, axis: Axis, *, back: bool
-) -> tuple[Tensor | None, ...]:
-    moving = [
-        None if shard is None else deal(shard, dim, parts, axis, back=back)
-        for shard, dim in zip(shards, dims, strict=True)
-    ]
-    return tuple(None if one is None else one.wait().contiguous() for one in moving)
-
-
-def deal_grad(
-    weight: Tensor, dim: int, bias: Tensor | None, parts: int, axis: Axis
-) -> tuple[Tensor, Tensor | None]:
-    """:func:`deal` a weight's ``dim`` and its bias, both at once; their gradients travel back."""
-    if axis.size == 1:
-        return weight, bias
-    return _Deal.apply(parts, axis, weight, dim, bias, 0)

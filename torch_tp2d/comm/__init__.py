@@ -1,0 +1,54 @@
+"""The few collectives that everything uses, along one axis of the grid.
+
+They work on plain local tensors, trace under ``torch.compile`` and can be counted
+(:class:`torch_tp2d.CommCounter`). :mod:`~torch_tp2d.comm.transfers` has those that start a transfer
+and hand it on, :mod:`~torch_tp2d.comm.moves` the differentiable ones.
+"""
+
+from .axis import (
+    FAST_PIECE_BYTES,
+    ROUND_SECONDS,
+    Axis,
+    link_is,
+    only_own,
+    without_own,
+)
+from .moves import broadcast_grad, deal_grad, move, reduce_grad, shift_grad
+from .transfers import (
+    Pending,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    deal,
+    gather_others,
+    reduce,
+    reduce_from_others,
+    reduce_scatter,
+    shift,
+)
+
+__all__ = [
+    "FAST_PIECE_BYTES",
+    "ROUND_SECONDS",
+    "Axis",
+    "Pending",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "broadcast_grad",
+    "deal",
+    "deal_grad",
+    "gather_others",
+    "link_is",
+    "move",
+    "only_own",
+    "reduce",
+    "reduce_from_others",
+    "reduce_grad",
+    "reduce_scatter",
+    "shift",
+    "shift_grad",
+    "without_own",
+]

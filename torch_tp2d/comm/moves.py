@@ -1,0 +1,214 @@
+"""Differentiable collectives: :func:`move` changes one axis of a tensor's layout.
+
+:func:`broadcast_grad`, :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones,
+:func:`deal_grad` takes a fused weight apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .axis import Axis
+from .transfers import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    deal,
+    reduce,
+    reduce_scatter,
+    shift,
+)
+
+__all__ = ["broadcast_grad", "deal_grad", "move", "reduce_grad", "shift_grad"]
+
+
+class _Move(torch.autograd.Function):
+    """One axis of a layout changes; see :func:`move` for the table of pairs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        src: Placement,
+        dst: Placement,
+        src_grad: Placement,
+        dst_grad: Placement,
+        sizes: dict[int, Sequence[int]],
+    ) -> Tensor:
+        ctx.axis, ctx.sizes = axis, sizes
+        ctx.grads = dst_grad, src_grad
+        return _raw_move(x, axis, src, dst, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        have, want = ctx.grads
+        return (_raw_move(grad, ctx.axis, have, want, ctx.sizes), *(None,) * 6)
+
+
+def _raw_move(
+    x: Tensor, axis: Axis, src: Placement, dst: Placement, sizes: dict[int, Sequence[int]]
+) -> Tensor:
+    if src == dst:
+        return x.view_as(x)
+    match src, dst:
+        case Shard(), Replicate():
+            return all_gather(x, src.dim, sizes[src.dim], axis).wait().contiguous()
+        case Shard(), Shard():
+            return all_to_all(x, dst.dim, sizes[dst.dim], src.dim, sizes[src.dim], axis).wait()
+        case Replicate(), Shard():
+            # A copy: a view would keep the whole tensor alive.
+            start = sum(sizes[dst.dim][: axis.index])
+            return x.narrow(dst.dim, start, sizes[dst.dim][axis.index]).clone(
+                memory_format=torch.contiguous_format
+            )
+        case Partial(), Shard():
+            return reduce_scatter(x, dst.dim, sizes[dst.dim], axis).wait().contiguous()
+        case Partial(), Replicate():
+            return all_reduce(x, axis).wait()
+    raise AssertionError(f"no move from {src} to {dst}")
+
+
+def _grad_of(placement: Placement) -> Placement:
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+def move(
+    x: Tensor,
+    axis: Axis,
+    src: Placement,
+    dst: Placement,
+    sizes: dict[int, Sequence[int]],
+    *,
+    partial_grad: bool = False,
+) -> Tensor:
+    """Change the layout of ``x`` along one axis, differentiably.
+
+    ============================  ==============  =======================================
+    ``src -> dst``                forward         backward
+    ============================  ==============  =======================================
+    ``Shard -> Replicate``        all-gather      slice; reduce-scatter if ``partial_grad``
+    ``Replicate -> Shard``        slice           all-gather
+    ``Shard -> Shard``            all-to-all      all-to-all
+    ``Partial -> Shard``          reduce-scatter  all-gather
+    ``Partial -> Replicate``      all-reduce      nothing; all-reduce if ``partial_grad``
+    ``Replicate -> Replicate``    nothing         nothing; all-reduce if ``partial_grad``
+    ============================  ==============  =======================================
+
+    Args:
+        sizes: for each sharded dim, every rank's extent in it.
+        partial_grad: what uses the result hands back only its own share of the gradient, so the
+            shares are summed over the axis; otherwise every rank hands back the whole gradient.
+    """
+    if axis.size == 1:
+        return x
+    if partial_grad and not isinstance(dst, Replicate):
+        raise AssertionError(f"only a replicated result has a partial gradient, not {dst}")
+    dst_grad: Placement = Partial() if partial_grad else _grad_of(dst)
+    src_grad = _grad_of(src)
+    if src == dst and src_grad == dst_grad:
+        return x
+    return _Move.apply(x, axis, src, dst, src_grad, dst_grad, sizes)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: int, axis: Axis) -> Tensor:
+        ctx.src, ctx.axis = src, axis
+        return broadcast(x, None, x.shape, src, axis).wait().view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        total = reduce(grad, ctx.src, ctx.axis).wait()
+        return total if ctx.axis.index == ctx.src else torch.zeros_like(grad), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dst: int, axis: Axis) -> Tensor:
+        ctx.dst, ctx.axis = dst, axis
+        total = reduce(x, dst, axis).wait()
+        return total.view_as(x) if axis.index == dst else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        return broadcast(grad, None, grad.shape, ctx.dst, ctx.axis).wait(), None, None
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]
+    ) -> Tensor:
+        ctx.steps, ctx.axis, ctx.dim, ctx.sizes = steps, axis, dim, sizes
+        rolled = shift(x, steps, axis, dim, sizes).wait()
+        return rolled.view_as(rolled)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        held = (ctx.axis.index + ctx.steps) % ctx.axis.size
+        rolled = shift(grad, -ctx.steps, ctx.axis, ctx.dim, ctx.sizes, held).wait()
+        return (rolled, *(None,) * 4)
+
+
+def broadcast_grad(x: Tensor, src: int, axis: Axis) -> Tensor:
+    """Every rank gets rank ``src``'s ``x``; the gradients of all copies add up on ``src``.
+
+    torch's own differentiable broadcast zeroes the source's gradient in subgroups
+    (pytorch#130515).
+    """
+    return _Broadcast.apply(x, src, axis)
+
+
+def reduce_grad(x: Tensor, dst: int, axis: Axis) -> Tensor:
+    """Rank ``dst`` gets the sum of ``x``, the others zeros; ``dst``'s gradient goes to all."""
+    return _Reduce.apply(x, dst, axis)
+
+
+def shift_grad(x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Rank ``index + steps``'s block of ``dim``; its gradient travels back the same way."""
+    return _Shift.apply(x, steps, axis, dim, sizes)
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, parts: int, axis: Axis, *shards: Tensor | int | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.parts, ctx.axis, ctx.dims = parts, axis, shards[1::2]
+        return _deal_all(shards[::2], ctx.dims, parts, axis, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        dealt = _deal_all(grads, ctx.dims, ctx.parts, ctx.axis, back=True)
+        return (None, None, *(item for grad in dealt for item in (grad, None)))
+
+
+def _deal_all(
+    shards: Sequence[Any], dims: Sequence[Any], parts: int, axis: Axis, *, back: bool
+) -> tuple[Tensor | None, ...]:
+    moving = [
+        None if shard is None else deal(shard, dim, parts, axis, back=back)
+        for shard, dim in zip(shards, dims, strict=True)
+    ]
+    return tuple(None if one is None else one.wait().contiguous() for one in moving)
+
+
+def deal_grad(
+    weight: Tensor, dim: int, bias: Tensor | None, parts: int, axis: Axis
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`deal` a weight's ``dim`` and its bias, both at once; their gradients travel back."""
+    if axis.size == 1:
+        return weight, bias
+    return _Deal.apply(parts, axis, weight, dim, bias, 0)
