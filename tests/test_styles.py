@@ -1315,10 +1315,19 @@ def _inference_mode() -> None:
         with torch.inference_mode():
             local = spread(x, mesh, layout).to_local().clone()
             assert relative(model(local), reference(x)) < TOLERANCE
+            reference = randomized(nn.Sequential(nn.Linear(7, 6), nn.Linear(6, 4)))
+            first = Colwise2D(input_layouts=layout, algorithm="ring")
+            second = Rowwise2D(output_layouts=WHOLE, algorithm="ring")
+            model = parallelize_module(copy.deepcopy(reference), mesh, {"0": first, "1": second})
+            for _ in range(2):
+                assert relative(model(local), reference(x)) < TOLERANCE
 
 
 def test_inference_mode() -> None:
-    """Tensors made there have no version counter, which the shared gather asks for."""
+    """Tensors made there have no version counter, which the shared gather asks for.
+
+    Taking up parameters asked for it too, and a model made or placed there raised.
+    """
     world.run(4, _inference_mode)
 
 

@@ -127,7 +127,9 @@ def _after(module: nn.Module | None) -> nn.Module | None:
 def _made_from(module: Any) -> tuple[Any, ...]:
     """What taken-up parameters depend on: if it changed since, they are of no use."""
     params = [p for p in (getattr(module, name, None) for name in _TAKEN_UP) if p is not None]
-    made = torch.is_grad_enabled(), *(key for p in params for key in (id(p), p._version))
+    # What was made in inference mode has no version.
+    versions = [(id(p), None if p.is_inference() else p._version) for p in params]
+    made = torch.is_grad_enabled(), *versions
     if not params:
         return made
     device = params[0].device.type
