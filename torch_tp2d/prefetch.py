@@ -31,9 +31,6 @@ GATHERED_AHEAD = 4
 """The most gathered weights that wait for their turn."""
 
 
-_TAKEN_UP = "weight", "bias"
-
-
 @dataclass
 class Ready:
     """A module's parameters as its op takes them.
@@ -126,7 +123,8 @@ def _after(module: nn.Module | None) -> nn.Module | None:
 
 def _made_from(module: Any) -> tuple[Any, ...]:
     """What taken-up parameters depend on: if it changed since, they are of no use."""
-    params = [p for p in (getattr(module, name, None) for name in _TAKEN_UP) if p is not None]
+    named = (getattr(module, name, None) for name in ("weight", "bias"))
+    params = [param for param in named if param is not None]
     # What was made in inference mode has no version.
     versions = [(id(p), None if p.is_inference() else p._version) for p in params]
     made = torch.is_grad_enabled(), *versions
