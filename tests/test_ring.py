@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, comm, parallelize_module
-from torch_tp2d.deferred import Deferred, Gathering, Transfer
+from torch_tp2d.runtime.deferred import Deferred, Gathering, Transfer
 
 TOLERANCE = 1e-12
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3)]

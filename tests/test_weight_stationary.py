@@ -315,7 +315,7 @@ def _compiled() -> dict[str, float]:
         x, grad = noise(4, 6, 7, seed=1), noise(4, 6, 7, seed=2)
         wanted, dx = one_device(reference, x, grad)
         leaf = feed(x, mesh, stream, "local")
-        model[0].w1._tp2d.grid.tokens.shape = (4, 6)
+        model[0].w1._tp2d.grid.context.tokens = (4, 6)
         y = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")(leaf)
         y.backward(feed(grad, mesh, stream, "local").detach())
         assert leaf.grad is not None
@@ -387,7 +387,7 @@ def _counted(
     x = torch.zeros(local, requires_grad=True)
     styled = next(m for m in module.modules() if hasattr(m, "_tp2d"))
     # What the embedding would have said of the tokens.
-    styled._tp2d.grid.tokens.shape = shape[:2]
+    styled._tp2d.grid.context.tokens = shape[:2]
     with CommCounter(mesh) as forward:
         y = module(x)
     with CommCounter(mesh) as backward:

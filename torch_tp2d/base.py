@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from .deferred import undeferred
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, normalize
 from .recognise import describe_module
+from .runtime.deferred import undeferred
 
 __all__ = [
     "GridStyle",
@@ -32,6 +33,7 @@ __all__ = [
     "put_on_grid",
     "take_off_grid",
     "tied_message",
+    "values_of",
 ]
 
 LayoutLike = Placement | Sequence[Placement] | None
@@ -199,6 +201,7 @@ class _LocalShards(torch.autograd.Function):
         return tuple(shard.view_as(shard) for shard in shards)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(map(_placed_like, grads, ctx.specs, ctx.strides))
 
@@ -238,3 +241,8 @@ def local_shards(*params: Any) -> tuple[Any, ...]:
 
 def _shard(param: Any) -> Any:
     return param.to_local() if isinstance(param, DTensor) else param
+
+
+def values_of(param: Any) -> Tensor:
+    """A view of a parameter's values on this rank, whatever they become."""
+    return getattr(param, "_local_tensor", param).detach()

@@ -251,7 +251,7 @@ class Masks:
         if self.declared is not None:
             layout = normalize(self.declared, x.ndim)
             return layout, features[0] if features and layout[1] == Shard(x.ndim - 1) else None
-        row, col, known = self.grid.row, self.grid.col, self.grid.tokens.shape
+        row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
         on_row, on_col = self.grid.guess_layout(x, 0 if x.ndim > 3 else self.row_dim)
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
             # [batch, heads, queries, keys], beside projections into this rank's heads?
@@ -308,7 +308,7 @@ class Masks:
 
     def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int:
         """Size of the whole of a dim of a local input."""
-        sizes, known = self.grid.tokens_of(x), self.grid.tokens.shape
+        sizes, known = self.grid.tokens_of(x), self.grid.context.tokens
         # [batch, hidden] or [batch, heads, queries, keys]
         place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
         whole = None

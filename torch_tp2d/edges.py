@@ -14,14 +14,15 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .comm import all_gather
-from .deferred import Gathering, Transfer
 from .grid import Grid, Sizes
 from .layouts import Layout, normalize, reduced
 from .ops.matmul.ring import Shards, gather
 from .ops.matmul.traced import Shared
+from .runtime.deferred import Gathering, Transfer
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
 
@@ -97,9 +98,10 @@ def enter(
     else:
         x = grid.without_stand_in(x, declared)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
-    twin = getattr(given, "_tp2d_partial", None)
-    if twin is not None and declared == wanted == twin[0]:
-        return twin[1].value() if isinstance(twin[1], Shared) and not arriving else twin[1]
+    if declared == wanted:
+        twin = _twin_of(given, declared, grid)
+        if twin is not None:
+            return twin.value() if isinstance(twin, Shared) and not arriving else twin
     summed = x.is_floating_point() and not whole_grad
     row_grad, col_grad = (
         summed and isinstance(want, Replicate) and not own
@@ -108,31 +110,41 @@ def enter(
     by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
     in_rounds = arriving and by_rows and declared[0] == wanted[0]
     if torch.compiler.is_compiling() and in_rounds and col_grad and grid.col.size > 1:
-        return Shared(x, _shards(x, declared, grid, features, shape))
+        return Shared(x, _shards(x, declared, grid, features, shape), grid.context)
     shares = (
         col_grad
         and (grid.col.size > 1 or declared[0] != wanted[0])
         and not torch.compiler.is_compiling()
         and not given.is_inference()
-        # What is kept on a leaf refers back to it, through the node that collects its gradient.
+        # What is kept for a leaf refers back to it, through the node that collects its gradient.
         and not (given.is_leaf and given.requires_grad)
+        # A buffer may be filled anew in ways that torch does not see, once the model has run.
+        and not (given.is_leaf and grid.context.running is None)
     )
+    key = grid.col.group, declared, wanted
     if shares:
         # q, k and v, or w1 and w3, are given one tensor: it crosses the wire once, and so does
         # its gradient.
-        key = (grid.col.group, declared, wanted, given._version, torch.is_grad_enabled())
-        shared = getattr(given, "_tp2d_gathered", None)
-        if shared is not None and shared[0] == key:
-            return shared[1]
+        shared = grid.context.gathered.get(given, key)
+        if shared is not None:
+            return shared
     if in_rounds and shares:
-        result = gather(x, _shards(x, declared, grid, features, shape))
+        result = gather(x, _shards(x, declared, grid, features, shape), grid.context)
     else:
         result = grid.redistribute(
             x, declared, wanted, features=features, shape=shape, partial_grad=(row_grad, col_grad)
         )
     if shares:
-        given._tp2d_gathered = key, result  # type: ignore[attr-defined]
+        grid.context.gathered.put(given, key, result)
     return result
+
+
+def _twin_of(given: Tensor, wanted: Layout, grid: Grid) -> Any:
+    """What stands for an input that was gathered for a module around, if it is as it was then."""
+    if torch.compiler.is_compiling():
+        twin = getattr(given, "_tp2d_partial", None)
+        return twin[1] if twin is not None and twin[0] == wanted else None
+    return grid.context.twins.get(given, wanted)
 
 
 def _shards(
@@ -156,6 +168,7 @@ class _Attach(torch.autograd.Function):
         return Gathering(whole.transfer) if isinstance(whole, Gathering) else whole.view_as(whole)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dim, sizes, axis = ctx.shards
         start = sum(sizes[: axis.index])
@@ -190,8 +203,12 @@ def gather_for_module(
     learns = torch.is_grad_enabled() and x.requires_grad
     result = grid.with_stand_in(_Attach.apply(x, whole, shards) if learns else whole, wanted, sizes)
     if in_graph or learns:
-        twin = Shared(x, shards) if in_graph else gather(x, shards, whole)
-        result._tp2d_partial = (wanted, twin)  # type: ignore[attr-defined]
+        if in_graph:
+            result._tp2d_partial = (wanted, Shared(x, shards, grid.context))  # type: ignore[attr-defined]
+        elif torch.compiler.is_compiling():
+            result._tp2d_partial = (wanted, gather(x, shards, grid.context, whole))  # type: ignore[attr-defined]
+        else:
+            grid.context.twins.put(result, wanted, gather(x, shards, grid.context, whole))
     return result
 
 

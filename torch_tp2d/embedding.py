@@ -72,7 +72,7 @@ class EmbeddingRunner(Runner):
         ids = enter(x, self.declared, whole, self.grid, self.row_dim, None)
         wanted = self._output_layout(ids)
         if ids.ndim == 2 and isinstance(wanted[0], Shard):
-            self.grid.tokens.shape = tuple(ids.shape)
+            self.grid.context.tokens = tuple(ids.shape)
         (weight,) = local_shards(module.weight)
         y = embedding2d(ids, weight, self.vocab_start, module.padding_idx)
         grads = self.grad_layouts
@@ -111,7 +111,7 @@ class PatchRunner(Runner):
         else:
             batch = grid.extent(x, 0, self.declared)
         # What follows knows the batch by this; how many tokens an image has changes on the way.
-        grid.tokens.shape = (batch,)
+        grid.context.tokens = (batch,)
         x = enter(x, self.declared, own, grid, 0, None)
         summed: Layout = Replicate(), Shard(0)
         weight, bias = local_shards(module.weight, module.bias)

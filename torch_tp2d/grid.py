@@ -12,16 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .comm import Axis, Pending, all_gather, move
 from .groups import is_gloo, own_group
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
+from .runtime.context import Sizes, context_of
 
 __all__ = ["Grid", "Sizes", "check_mesh", "describe_mesh"]
 
 Axes = str | tuple[str, ...]
-Sizes = tuple[int, ...]
 
 _MESH_MEND = (
     f'make it with init_device_mesh(device, (R, C), mesh_dim_names=("{TP_ROW}", "{TP_COL}")), or '
@@ -98,25 +97,6 @@ def _flat_axis(mesh: DeviceMesh) -> Axis:
     )
 
 
-class Tokens:
-    """Batch and sequence size of the tokens under way on a mesh.
-
-    What a local tensor that nothing else is known of is a part of, so that no sizes cross the
-    wire; a shard that does not fit them is an error. The embedding, where every rank holds the
-    whole ids, writes them, and so does each module that is handed tensors of known sizes: of an
-    encoder and a decoder, or a block that is computed again for backward, the one that runs.
-
-    All slices of one ``init_device_mesh`` share them; another mesh has its own, though the two
-    compare equal, so that a model without an embedding can have one.
-    """
-
-    def __init__(self) -> None:
-        self.shape: Sizes | None = None
-
-
-_tokens = WeakIdKeyDictionary()
-
-
 class Grid:
     """R x C = ``row.size`` x ``col.size`` ranks, seen from one of them.
 
@@ -129,7 +109,7 @@ class Grid:
         check_mesh(mesh)
         self.mesh = mesh
         self.axes: Axes = axes if isinstance(axes, str) or len(axes) > 1 else axes[0]
-        self.tokens: Tokens = _tokens.setdefault(mesh._get_root_mesh(), Tokens())
+        self.context = context_of(mesh)
         if self.axes == TP_COL:
             self.row, self.col = _axis(mesh, TP_ROW), _axis(mesh, TP_COL)
         elif self.axes == TP_ROW:
@@ -209,7 +189,7 @@ class Grid:
         """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way."""
         sizes = self.sizes_of(x)
         if sizes is None:
-            sizes = self.tokens.shape
+            sizes = self.context.tokens
         return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
 
     def begin(self, x: Tensor) -> None:
@@ -218,9 +198,9 @@ class Grid:
         Only where an embedding has written sizes. Models without one (vision) may regroup their
         tokens between modules, so that a module's sizes hold for nothing after it.
         """
-        sizes, known = self.sizes_of(x), self.tokens.shape
+        sizes, known = self.sizes_of(x), self.context.tokens
         if sizes is not None and known is not None and len(sizes) == len(known):
-            self.tokens.shape = sizes
+            self.context.tokens = sizes
 
     def extent(self, x: Tensor, dim: int, layout: Layout, features: int | None = None) -> int:
         """Global size of ``dim`` of which ``x`` is this rank's shard under ``layout``.
@@ -277,7 +257,7 @@ class Grid:
         (``[batch, hidden]``) is taken to be whole along ``tp_row`` too if that splits sequences,
         or if the whole batch is here.
         """
-        known, row = self.tokens.shape if x.ndim == 2 else self.tokens_of(x), Shard(row_dim)
+        known, row = self.context.tokens if x.ndim == 2 else self.tokens_of(x), Shard(row_dim)
         if known is None or len(known) != 2:
             return row, Replicate()
         there = self.row.split(known[row_dim])[self.row.index]
@@ -294,7 +274,7 @@ class Grid:
         could not be told from tokens then.
         """
         row = normalize(layout, ndim)[0]
-        if sizes is None or self.tokens.shape is None or not isinstance(row, Shard):
+        if sizes is None or self.context.tokens is None or not isinstance(row, Shard):
             return None
         if row.dim >= len(sizes):
             return None

@@ -108,7 +108,8 @@ class _LocalRunner(Runner):
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         axes = [self.grid.row] if self.grid.row.size > 1 else []
         params = local_shards(*(module._parameters[name] for name in self.names))
-        for name, param in zip(self.names, SumGrads.apply(axes, *params), strict=True):
+        params = SumGrads.apply(axes, self.grid.context, *params)
+        for name, param in zip(self.names, params, strict=True):
             # Found before the parameter of this name, which stays where it is.
             object.__setattr__(module, name, param)
         try:
@@ -131,7 +132,7 @@ class _LocalRunner(Runner):
         return x.to_local()
 
     def _of_whole_batch(self, module: nn.Module, y: Tensor, batches: set[int]) -> DTensor:
-        known = self.grid.tokens.shape
+        known = self.grid.context.tokens
         if batches:
             batch = max(batches)
         elif known is not None and len(known) == 1:

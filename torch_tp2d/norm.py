@@ -14,8 +14,8 @@ from .edges import enter, leave
 from .grid import Grid
 from .layouts import Layout, as_layout, check_row_dim, feature_layout
 from .ops.norm import norm2d
-from .prefetch import Ready, take_up
 from .recognise import norm_of
+from .runtime.ahead import Ready, take_up
 
 __all__ = ["Norm2D"]
 
@@ -124,7 +124,7 @@ class _NormRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
         x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
-        ready = take_up(module, self.prepare)
+        ready = take_up(module, self.prepare, self.grid.context)
         weight, bias = ready.weight, ready.bias
         if weight is not None and self.norm.weight_offset:
             weight = weight + self.norm.weight_offset
@@ -137,6 +137,7 @@ class _NormRunner(Runner):
             centered=self.norm.centered,
             hidden_axis=self.hidden_axis,
             token_axis=self.token_axis,
+            context=self.grid.context,
         )
         return leave(
             y,

@@ -26,6 +26,8 @@ from .lora import is_adapted
 from .lora import parts as adapted_parts
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate, WholeRunner
+from .runtime.ahead import Forward
+from .runtime.context import context_of
 from .styles import Block2DParallel, Colwise2D, Rowwise2D
 
 __all__ = ["parallelize_module"]
@@ -94,6 +96,7 @@ def parallelize_module(
         entry.style._apply(entry.module, mesh)
     _tie_again(ties)
     _FirstForward.watch(module, mesh, ties)
+    Forward(context_of(mesh)).watch(module)
     return module
 
 

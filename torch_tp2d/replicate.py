@@ -9,17 +9,19 @@ import torch
 import torch.distributed.tensor as dt
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from .base import GridStyle, LayoutLike, Runner, local_shards
 from .comm import Axis, all_reduce
-from .deferred import summed
 from .edges import to_dtensor
 from .embedding import EmbeddingRunner
 from .grid import Grid
 from .layouts import Layout, as_layout, check_row_dim, normalize
-from .prefetch import Ready, take_up
 from .recognise import is_embedding
+from .runtime.ahead import Ready, take_up
+from .runtime.context import Context
+from .runtime.late import summed
 
 __all__ = ["Replicate", "SumGrads", "WholeRunner"]
 
@@ -198,8 +200,9 @@ class WholeRunner(Runner):
             for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
             if isinstance(placement, Shard) and axis.size > 1
         ]
-        ready = take_up(module, self.prepare)
-        return self.locally(module, x, *SumGrads.apply(axes, ready.weight, ready.bias))
+        ready = take_up(module, self.prepare, self.grid.context)
+        params = SumGrads.apply(axes, self.grid.context, ready.weight, ready.bias)
+        return self.locally(module, x, *params)
 
     def prepare(self, module: nn.Module) -> Ready:
         """Take up the parameters."""
@@ -239,14 +242,15 @@ class SumGrads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, axes: Sequence[Axis], *params: Tensor | None
+        ctx: Any, axes: Sequence[Axis], context: Context, *params: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.axes = axes
+        ctx.axes, ctx.context = axes, context
         return tuple(None if p is None else p.view_as(p) for p in params)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *summed(grads, ctx.axes)
+        return None, None, *summed(grads, ctx.axes, ctx.context)
 
 
 def _settle_after_backward(param: DTensor) -> None:

@@ -15,19 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from . import layouts
-from .base import GridStyle, LayoutLike, Runner, local_shards
+from .base import GridStyle, LayoutLike, Runner, local_shards, values_of
 from .comm import deal_grad
 from .edges import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
-from .grid import Grid, Sizes, describe_mesh
+from .grid import Grid, describe_mesh
 from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
 from .norm import Norm2D
 from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
 from .ops.matmul.stationary import StationaryOp, stationary2d
 from .planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from .planner.rates import Rates, measured
-from .prefetch import Ready, gather_ahead, take_up
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
+from .runtime.ahead import Ready, take_up
+from .runtime.context import Sizes
 
 __all__ = [
     "Block2DParallel",
@@ -298,15 +299,23 @@ class _LinearRunner(Runner):
         """Take up the parameters; the weight is to be gathered."""
         weight, bias = self._shards(module)
         shard, op = self.op.as_b(weight.detach()), self.op
+        copied = self.parts > 1 or weight.dtype != module.weight.dtype
+        params = []
+        if copied or self.op.cut.row.size > 1:
+            params.append(module.weight)
+        if copied and bias is not None:
+            params.append(module.bias)
+        values = [values_of(param) for param in params]
+        sources = [(value, value.clone()) for value in values]
         if self.parts > 1 or torch.is_autocast_enabled(weight.device.type):
             # The shards themselves take deferred gradients; what was made of them does not.
             weight, bias = ring.late(weight), None if bias is None else ring.late(bias)
-        return Ready(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut))
+        return Ready(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut), sources)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
-            ready = take_up(module, self.prepare)
+            ready = take_up(module, self.prepare, self.grid.context)
         sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
         operand = enter(
             x,
@@ -327,8 +336,11 @@ class _LinearRunner(Runner):
             assert isinstance(operand, Tensor) and ready.weight is not None
             if torch.is_autocast_enabled(operand.device.type):
                 operand = operand.to(ready.weight.dtype)
-            y = ring.linear(operand, ready.weight, ready.bias, op, ready.moving, shards)
-            gather_ahead()
+            around = ring.Around(module, self.grid.context, shards)
+            y = ring.linear(operand, ready.weight, ready.bias, op, ready.moving, around)
+            running = self.grid.context.running
+            if running is not None:
+                running.gather_ahead()
         return leave(
             y,
             have,
@@ -349,7 +361,7 @@ class _LinearRunner(Runner):
         Decided by sizes that all its ranks know: one with fewer tokens has to decide alike. Without
         an embedding that writes them, some modules' sizes are known and others' not: all keep.
         """
-        if not self.may_reshard or tokens is None or self.grid.tokens.shape is None:
+        if not self.may_reshard or tokens is None or self.grid.context.tokens is None:
             return self.op.keep_weight
         cut = self.op.cut
         longest = math.prod(tokens) // tokens[self.row_dim]

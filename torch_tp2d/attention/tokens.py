@@ -31,7 +31,7 @@ class Tokens:
         if isinstance(hidden, DTensor) and hidden.device_mesh == self.grid.mesh:
             self.shape = hidden.shape[0], hidden.shape[1]
             # A model may have several streams of tokens: this is the one under way now.
-            self.grid.tokens.shape = self.shape
+            self.grid.context.tokens = self.shape
 
     def extent(self, dim: int) -> int:
         """Batch (0) or sequence (1) of all tokens."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -48,6 +49,7 @@ class _Move(torch.autograd.Function):
         return _raw_move(x, axis, src, dst, sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         have, want = ctx.grads
@@ -126,6 +128,7 @@ class _Broadcast(torch.autograd.Function):
         return broadcast(x, None, x.shape, src, axis).wait().view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         total = reduce(grad, ctx.src, ctx.axis).wait()
@@ -140,6 +143,7 @@ class _Reduce(torch.autograd.Function):
         return total.view_as(x) if axis.index == dst else torch.zeros_like(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         return broadcast(grad, None, grad.shape, ctx.dst, ctx.axis).wait(), None, None
@@ -155,6 +159,7 @@ class _Shift(torch.autograd.Function):
         return rolled.view_as(rolled)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         held = (ctx.axis.index + ctx.steps) % ctx.axis.size
@@ -190,6 +195,7 @@ class _Deal(torch.autograd.Function):
         return _deal_all(shards[::2], ctx.dims, parts, axis, back=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         dealt = _deal_all(grads, ctx.dims, ctx.parts, ctx.axis, back=True)
         return (None, None, *(item for grad in dealt for item in (grad, None)))

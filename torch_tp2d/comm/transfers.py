@@ -185,7 +185,7 @@ def _exchange(
 def _sum(parts: list[Tensor]) -> Tensor:
     total = parts[0] + parts[1]
     for part in parts[2:]:
-        total += part
+        total = total + part
     return total
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..comm import Axis, all_reduce
 
@@ -60,6 +61,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses.masked_fill(~counts, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         softmax, local, mine, counts = ctx.saved_tensors

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..comm import Axis, all_reduce
-from ..deferred import summed
+from ..runtime.context import Context
+from ..runtime.late import summed
 
 __all__ = ["norm2d"]
 
@@ -29,6 +31,7 @@ class _Norm2D(torch.autograd.Function):
         centered: bool,
         hidden_axis: Axis,
         token_axis: Axis | None,
+        context: Context,
     ) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if centered:
@@ -42,12 +45,13 @@ class _Norm2D(torch.autograd.Function):
         if bias is not None:
             y = y + bias
         ctx.hidden, ctx.centered = hidden, centered
-        ctx.hidden_axis, ctx.token_axis = hidden_axis, token_axis
+        ctx.hidden_axis, ctx.token_axis, ctx.context = hidden_axis, token_axis, context
         ctx.has_bias = bias is not None
         ctx.save_for_backward(normal.to(x.dtype), rstd, weight)
         return y.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         normal, rstd, weight = ctx.saved_tensors
@@ -69,8 +73,8 @@ class _Norm2D(torch.autograd.Function):
             dx = dx - totals[..., 1:]
         return (
             (dx * rstd).to(grads[0].dtype),
-            *summed(learns, axes, like=weight),
-            *(None,) * 5,
+            *summed(learns, axes, ctx.context, like=weight),
+            *(None,) * 6,
         )
 
 
@@ -84,6 +88,7 @@ def norm2d(
     centered: bool,
     hidden_axis: Axis,
     token_axis: Axis | None,
+    context: Context,
 ) -> Tensor:
     """Normalise the last dim, of ``hidden`` elements, of which ``x`` is a shard.
 
@@ -93,5 +98,8 @@ def norm2d(
         hidden_axis: the axis that splits the hidden dim; the statistics are summed along it.
         token_axis: the axis that splits the tokens, along which the gradients of ``weight`` and
             ``bias`` are summed; None if every rank has all of them.
+        context: of the mesh.
     """
-    return _Norm2D.apply(x, weight, bias, hidden, eps, centered, hidden_axis, token_axis)
+    return _Norm2D.apply(
+        x, weight, bias, hidden, eps, centered, hidden_axis, token_axis, context
+    )

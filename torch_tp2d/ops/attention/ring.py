@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate, Shard
 
 from ...comm import Axis, Pending, move, shift
@@ -94,6 +95,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, mask, out, log = ctx.saved_tensors
         spec, (grad,) = ctx.spec, grads

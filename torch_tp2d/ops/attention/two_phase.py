@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...comm import Axis, all_reduce
 from .block import scores_of, spread, unspread
@@ -65,6 +66,7 @@ class _TwoPhase(torch.autograd.Function):
         return out.to(query.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, mask, weights = ctx.saved_tensors
         heads, dtype = ctx.heads, weights.dtype

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...comm import all_reduce
 from . import bmr, cannon, collective, ring, summa, traced
@@ -80,16 +81,16 @@ class _Linear2D(torch.autograd.Function):
             y = algorithm.ab(rows, b, cut)
         else:
             y = algorithm.abt(rows, b, cut)
-        if bias is not None:
-            if op.bias_columns is None:
-                y += bias
-            else:
-                y[:, op.bias_columns] += bias
+        own = op.own_bias(bias, y.shape[-1])
+        if own is not None:
+            # Not in place: selective checkpointing may keep products.
+            y = y + own
         ctx.op, ctx.has_bias = op, bias is not None
         ctx.save_for_backward(x, b if op.keep_weight else weight)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         op: LinearOp = ctx.op
         algorithm, cut = op.algorithm, op.cut

@@ -2,9 +2,9 @@
 
 What is gathered along ``tp_col`` is multiplied piece by piece as it comes, and what is reduced
 there leaves piece by piece as it is computed, on any grid, forward and backward; backward is the
-other kind of forward. A weight is gathered before it is needed (:mod:`torch_tp2d.prefetch`), and
-its gradient is multiplied while the input's gradient is on its way, and reduced when nothing else
-is (:class:`Owed`).
+other kind of forward. A weight is gathered before it is needed
+(:mod:`torch_tp2d.runtime.ahead`), and its gradient is multiplied while the input's gradient is on
+its way, and reduced when nothing else is (:mod:`torch_tp2d.runtime.late`).
 
 For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`.
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...comm import (
     Axis,
@@ -30,19 +31,18 @@ from ...comm import (
     reduce_scatter,
     without_own,
 )
-from ...deferred import (
+from ...runtime.ahead import Regather
+from ...runtime.context import Context
+from ...runtime.deferred import (
     Assembly,
     Gathering,
     Later,
-    Owed,
     Products,
     Transfer,
-    compute_owed,
     rows_of,
-    send_owed,
     undeferred,
 )
-from ...prefetch import Regather, end
+from ...runtime.late import Owed, backward_of
 from . import collective
 from .collective import SQUARE, WHOLE, ab, abt, atb, prefetch
 
@@ -70,6 +70,20 @@ class Shards(NamedTuple):
     dim: int
     sizes: Sequence[int]
     axis: Axis
+
+
+class Around(NamedTuple):
+    """What a Linear needs to know of the step that it is a part of.
+
+    Args:
+        module: the Linear.
+        context: of its mesh.
+        shards: how a result that is a partial sum leaves; None leaves it a partial sum.
+    """
+
+    module: Any
+    context: Context
+    shards: Shards | None
 
 
 def ab_arriving(
@@ -128,10 +142,11 @@ def abt_leaving(
     def part(start: int, counts: Sequence[int], at: int = 0) -> Tensor:
         rows = rows_of(c, dim, offsets, start, counts, at)
         total = rows @ b.t() if bias is None else torch.addmm(bias, rows, b.t())
+        # Not in place: selective checkpointing may keep products, and refuses those changed since.
         for d, other in terms[1:]:
-            total.addmm_(rows_of(d, dim, offsets, start, counts, at), other.t())
+            total = torch.addmm(total, rows_of(d, dim, offsets, start, counts, at), other.t())
         if others is not None:
-            total += rows_of(others, dim, offsets, start, counts, at)
+            total = total + rows_of(others, dim, offsets, start, counts, at)
         return total
 
     spares_own = axis.spares_own
@@ -146,14 +161,12 @@ def abt_leaving(
     own = part(0, only_own(sizes, axis), dim).view(mine) if spares_own else None
 
     def finish(_: list[Tensor]) -> Tensor:
-        if own is not None:
-            for start, pending in sums:
-                rows = pending.wait().movedim(0, dim)
-                own.narrow(dim, start, rows.shape[dim]).add_(rows)
-            return own
         total = Assembly(mine, dim, c)
         for start, pending in sums:
-            total.put(pending.wait().movedim(0, dim), start)
+            rows = pending.wait().movedim(0, dim)
+            if own is not None:
+                rows = own.narrow(dim, start, rows.shape[dim]) + rows
+            total.put(rows, start)
         return total.value()
 
     return Pending(None, (), finish)
@@ -163,8 +176,10 @@ class _Gather(torch.autograd.Function):
     """A gathered input whose gradient is a share, to be summed over the axis."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards, whole: Tensor | None) -> Tensor:
-        ctx.shards, ctx.again = shards, None
+    def forward(
+        ctx: Any, x: Tensor, shards: Shards, context: Context, whole: Tensor | None
+    ) -> Tensor:
+        ctx.shards, ctx.context, ctx.again = shards, context, None
         if isinstance(whole, Tensor) and not isinstance(whole, Gathering):
             return whole.view_as(whole)
         transfer = Transfer(x, *shards) if whole is None else whole.transfer
@@ -172,6 +187,7 @@ class _Gather(torch.autograd.Function):
         return Gathering(transfer)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         if isinstance(grad, Products):
@@ -179,22 +195,23 @@ class _Gather(torch.autograd.Function):
         else:
             leaving = reduce_scatter(undeferred(grad), *ctx.shards)
         if not torch.compiler.is_compiling():
-            send_owed()
-            compute_owed()
+            backward = backward_of(ctx.context)
+            backward.send_owed()
+            backward.compute_owed()
             if ctx.again is not None:
                 ctx.again.done()
-        return leaving.wait().contiguous(), None, None
+        return leaving.wait().contiguous(), None, None, None
 
 
-def gather(x: Tensor, shards: Shards, whole: Tensor | None = None) -> Tensor:
-    """``x`` gathered along an axis, a :class:`~torch_tp2d.deferred.Gathering` still on its way.
+def gather(x: Tensor, shards: Shards, context: Context, whole: Tensor | None = None) -> Tensor:
+    """``x`` gathered along an axis, still on its way.
 
     Its gradient is a share of the whole one: it goes back by one reduce-scatter.
 
     Args:
         whole: the gathered value, where there is a transfer of it already.
     """
-    return _Gather.apply(x, shards, whole)
+    return _Gather.apply(x, shards, context, whole)
 
 
 class _Late(torch.autograd.Function):
@@ -209,6 +226,7 @@ class _Late(torch.autograd.Function):
         return shard.view_as(shard)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return undeferred(grads[0])
 
@@ -227,8 +245,9 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         op: LinearOp,
         moving: Pending,
-        shards: Shards | None,
+        around: Around,
     ) -> Tensor:
+        shards = around.shards
         b = moving.wait()
         y: Tensor
         if op.gathers_input:
@@ -239,7 +258,7 @@ class _Linear(torch.autograd.Function):
                 y = abt_leaving([(x, b)], shards, own).wait()
             else:
                 y = F.linear(x, b, own)
-        ctx.op, ctx.shards, ctx.has_bias = op, shards, bias is not None
+        ctx.op, ctx.around, ctx.has_bias = op, around, bias is not None
         ctx.weight_shape = weight.shape
         kept, ctx.again = x, None
         ctx.arriving = isinstance(x, Gathering)
@@ -252,15 +271,21 @@ class _Linear(torch.autograd.Function):
         ctx.regather = None
         if not op.keep_weight and ctx.needs_input_grad[0]:
             cut = op.cut
-            ctx.regather = Regather(weight, lambda w: collective.prefetch(op.as_b(w), cut))
+            ctx.regather = Regather(
+                around.module,
+                weight,
+                lambda w: collective.prefetch(op.as_b(w), cut),
+                around.context,
+            )
         ctx.save_for_backward(kept, b if op.keep_weight else weight)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        end()
         op: LinearOp = ctx.op
-        cut = op.cut
+        cut, shards = op.cut, ctx.around.shards
+        backward = backward_of(ctx.around.context)
         x, saved = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad = undeferred(grads[0])
@@ -269,9 +294,9 @@ class _Linear(torch.autograd.Function):
         moving = ctx.regather.take() if ctx.regather is not None and need_x else Pending(saved)
         partial: Tensor | None = None
         dx = dw = db = None
-        arriving = None if ctx.shards is None else Transfer(grad, *ctx.shards)
+        arriving = None if shards is None else Transfer(grad, *shards)
         if ctx.regather is not None:
-            ctx.regather.start_those_before()
+            ctx.regather.start_those_before(backward)
         if need_x and not op.gathers_input:
             # What both products share is multiplied twice as it comes.
             dx, partial = ab_arriving(
@@ -281,7 +306,9 @@ class _Linear(torch.autograd.Function):
             grad = arriving.value()
         if ctx.has_bias and need_bias:
             mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
-            biases = Owed(mine.flatten(0, -2).sum(0), lambda part: all_reduce(part, cut.row))
+            biases = Owed(
+                mine.flatten(0, -2).sum(0), lambda part: all_reduce(part, cut.row), backward
+            )
             db = Later(mine.shape[-1:], mine, biases.value)
         if need_weight:
             a, c = (x, grad) if op.gathers_input else (grad, x)
@@ -290,14 +317,14 @@ class _Linear(torch.autograd.Function):
                 return undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
 
             part = product if partial is None else partial
-            weights = Owed(part, lambda part: collective.atb_sum(part, cut))
+            weights = Owed(part, lambda part: collective.atb_sum(part, cut), backward)
             dw = Later(ctx.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
         if need_x and op.gathers_input:
             b = moving.wait()
             dx = Products(((grad, b),)) if ctx.arriving else grad @ b.t()
         if not isinstance(dx, Products):
             # What comes next is the user's, attention say, and sends nothing.
-            send_owed()
+            backward.send_owed()
         return dx, dw, db, None, None, None
 
 
@@ -307,7 +334,7 @@ def linear(
     bias: Tensor | None,
     op: LinearOp,
     moving: Pending,
-    shards: Shards | None,
+    around: Around,
 ) -> Tensor:
     """:func:`torch_tp2d.ops.matmul.linear2d` in rounds.
 
@@ -315,6 +342,5 @@ def linear(
         x: as there, or what :func:`gather` returned.
         weight, bias: parameters' shards, or what :func:`late` returned.
         moving: the weight's gather.
-        shards: how a result that is a partial sum leaves; None leaves it a partial sum.
     """
-    return _Linear.apply(x, weight, bias, op, moving, shards)
+    return _Linear.apply(x, weight, bias, op, moving, around)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...comm import Axis, Pending, all_reduce
 
@@ -63,12 +65,15 @@ class _Stationary2D(torch.autograd.Function):
         y = x.flatten(0, -2) @ (weight if op.transposed else weight.t())
         if bias is not None:
             at, start, length = op.bias_part()
-            y[:, at : at + length] += bias[start : start + length]
+            rest = y.shape[-1] - at - length
+            # Not in place: selective checkpointing may keep products.
+            y = y + F.pad(bias[start : start + length], (at, rest))
         ctx.op, ctx.has_bias = op, bias is not None
         ctx.save_for_backward(x, weight)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         op: StationaryOp = ctx.op
         x, weight = ctx.saved_tensors

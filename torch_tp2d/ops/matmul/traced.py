@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...comm import Pending, all_reduce
-from ...deferred import Transfer
+from ...runtime.context import Context
+from ...runtime.deferred import Transfer
 from . import collective
 from .ring import Shards, ab_arriving, abt_leaving, atb_arriving, gather
 
@@ -34,8 +36,8 @@ class Shared:
         shard: this rank's, whose gradient is the sum of all shares.
     """
 
-    def __init__(self, shard: Tensor, shards: Shards) -> None:
-        self.shard, self.shards = shard, shards
+    def __init__(self, shard: Tensor, shards: Shards, context: Context) -> None:
+        self.shard, self.shards, self.context = shard, shards, context
         self.whole: Tensor | None = None
         dim, sizes, _ = shards
         self.shape = torch.Size([*shard.shape[:dim], sum(sizes), *shard.shape[dim + 1 :]])
@@ -44,7 +46,7 @@ class Shared:
         """The whole."""
         if self.whole is None:
             whole = Transfer(self.shard, *self.shards).value()
-            self.whole = gather(self.shard, self.shards, whole)
+            self.whole = gather(self.shard, self.shards, self.context, whole)
         return self.whole
 
     def to(self, dtype: torch.dtype) -> Shared:
@@ -80,6 +82,7 @@ class _Traced(torch.autograd.Function):
         return (y, x) if op.gathers_input else (y,)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         op: LinearOp = ctx.op
         x, saved = ctx.saved_tensors

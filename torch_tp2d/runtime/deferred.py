@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .comm import Axis, Pending, all_gather, all_reduce, gather_others, only_own, without_own
+from ..comm import Axis, Pending, all_gather, gather_others, only_own, without_own
 
 __all__ = [
     "Again",
@@ -29,14 +28,10 @@ __all__ = [
     "Deferred",
     "Gathering",
     "Later",
-    "Owed",
     "Piece",
     "Products",
     "Transfer",
-    "compute_owed",
     "rows_of",
-    "send_owed",
-    "summed",
     "undeferred",
 ]
 
@@ -54,6 +49,10 @@ class Deferred(Tensor):
         """The tensor itself."""
         raise NotImplementedError
 
+    def own_value(self) -> Tensor:
+        """The tensor itself, for somebody who may write into it."""
+        return self.value()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype})"
 
@@ -63,7 +62,10 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(Deferred, lambda x: x.value(), (args, kwargs or {}))
+        shares = func.is_view or func._schema.is_mutable
+        args, kwargs = tree_map_only(
+            Deferred, lambda x: x.own_value() if shares else x.value(), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 
@@ -226,9 +228,14 @@ def rows_of(
 
 
 class Gathering(Deferred):
-    """A tensor that a :class:`Transfer` is bringing. Several may share one."""
+    """A tensor that a :class:`Transfer` is bringing. Several may share one.
+
+    Views of it, and what writes into it, are given a copy: the styles that share the transfer go on
+    with what was gathered.
+    """
 
     transfer: Transfer
+    _own: Tensor | None = None
 
     @staticmethod
     def __new__(cls, transfer: Transfer) -> Any:
@@ -240,7 +247,19 @@ class Gathering(Deferred):
         super().__init__()
 
     def value(self) -> Tensor:
-        return self.transfer.value()
+        return self.transfer.value() if self._own is None else self._own
+
+    def own_value(self) -> Tensor:
+        if self._own is None:
+            self._own = self.transfer.value().clone()
+        return self._own
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'Tensor' object has no attribute {name!r}: a module that PrepareModuleInput prepares "
+            f"is given a local tensor here, this row's tokens; for a DTensor of the global shape "
+            f"use torch_tp2d.Lifted(PrepareModuleInput(...), use_local_output=False)"
+        )
 
 
 class Products(Deferred):
@@ -305,107 +324,3 @@ class Later(Deferred):
             self._result, self._make = self._make(), None
         assert self._result is not None
         return self._result
-
-
-class Owed:
-    """A sum over ranks that nothing waits for yet, as of a parameter's gradient.
-
-    Backward computes it while more urgent transfers travel (:func:`compute_owed`), and sends it
-    when none does (:func:`send_owed`): beside an urgent one it would take half of the link. All
-    ranks come to both in the same order.
-
-    Args:
-        part: this rank's, or what computes it.
-        send: starts its way.
-    """
-
-    def __init__(
-        self, part: Tensor | Callable[[], Tensor], send: Callable[[Tensor], Pending]
-    ) -> None:
-        self.part: Tensor | Callable[[], Tensor] | None = part
-        self._send = send
-        self._pending: Pending | None = None
-        _owed.append(ref(self))
-
-    def compute(self) -> None:
-        """Make this rank's part."""
-        if callable(self.part):
-            self.part = self.part()
-
-    def send(self) -> None:
-        """Send this rank's part, if it is not sent yet."""
-        self.compute()
-        if isinstance(self.part, Tensor):
-            self._pending, self.part = self._send(self.part), None
-
-    def value(self) -> Tensor:
-        """The sum. Asking for one sends the others too, that they travel meanwhile."""
-        if self._pending is None:
-            send_owed()
-            self.send()
-        assert self._pending is not None
-        return self._pending.wait()
-
-
-_owed: list[ref[Owed]] = []
-
-
-def compute_owed() -> None:
-    """Compute everything that is owed: best between starting a transfer and waiting for it."""
-    for there in _owed:
-        owed = there()
-        if owed is not None:
-            owed.compute()
-
-
-def send_owed() -> None:
-    """Send what is owed and computed: best when no other transfer is under way."""
-    waiting, _owed[:] = _owed[:], []
-    for there in waiting:
-        owed = there()
-        if owed is None:
-            continue
-        if callable(owed.part):
-            _owed.append(there)
-        else:
-            owed.send()
-
-
-def summed(
-    parts: Sequence[Tensor | None], axes: Sequence[Axis], like: Tensor | None = None
-) -> list[Tensor | None]:
-    """Small tensors that nothing waits for yet, summed over axes: all in one transfer for each.
-
-    Args:
-        like: has the dtype of the results; by default it is that of the parts.
-    """
-    there = [part for part in parts if part is not None]
-    if not there:
-        return list(parts)
-    flat = torch.cat([part.reshape(-1) for part in there])
-    total = _over(flat, axes, flat.dtype if like is None else like.dtype)
-    starts = iter([0, *accumulate(part.numel() for part in there)])
-
-    def one(shape: torch.Size, start: int) -> Tensor:
-        def make() -> Tensor:
-            # A clone: a gradient that is a view of the total cannot be copied by deepcopy.
-            return undeferred(total).narrow(0, start, shape.numel()).view(shape).clone()
-
-        return Later(shape, total, make) if isinstance(total, Deferred) else make()
-
-    return [None if part is None else one(part.shape, next(starts)) for part in parts]
-
-
-def _over(part: Tensor, axes: Sequence[Axis], dtype: torch.dtype) -> Tensor:
-    """``part`` summed over axes, deferred where there is no graph to trace."""
-
-    def after(total: Tensor, axes: Sequence[Axis]) -> Tensor:
-        for axis in axes:
-            total = all_reduce(total, axis).wait()
-        return total.to(dtype)
-
-    if not axes or torch.compiler.is_compiling():
-        return after(part, axes)
-    first, *others = axes
-    owed = Owed(part, lambda part: all_reduce(part, first))
-    return Later(part.shape, part.new_empty(0, dtype=dtype), lambda: after(owed.value(), others))

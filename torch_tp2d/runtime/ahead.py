@@ -1,0 +1,376 @@
+"""Taking up parameters before they are needed: the next modules', during this one.
+
+Their weights are gathered then, as FSDP2 does. And in backward the nodes that wait for the
+gradients of parameters come late, since autograd runs first what was made last: what those wait
+for has arrived by then.
+
+Which modules come next is what came next in the model's forward before; in backward, what ran
+before in this forward. Every rank has seen the same, so every rank starts the same gathers in the
+same order. Nothing is taken up for longer than one forward of the model that
+:func:`torch_tp2d.parallelize_module` was called with, nor across a hook of the user's: whatever
+changes parameters between two forwards, or in a hook, comes into force.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from ..comm import Pending
+from .context import Context, in_backward, selective_region
+from .late import Backward
+
+__all__ = ["AHEAD", "GATHERED_AHEAD", "Forward", "Pass", "Ready", "Regather", "take_up"]
+
+AHEAD = 8
+"""How many modules ahead: those of a transformer's layer."""
+
+GATHERED_AHEAD = 4
+"""The most gathered weights that wait for their turn."""
+
+
+@dataclass
+class Ready:
+    """A module's parameters as its op takes them.
+
+    Args:
+        gather: starts the gather of the weight, where one is to be gathered.
+        sources: what the parameters were made of by copying, a view of the values and a copy.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    gather: Callable[[], Pending] | None = None
+    sources: Sequence[tuple[Tensor, Tensor]] = ()
+    _moving: Pending | None = None
+
+    def start(self) -> None:
+        """Start the gather, if there is one to be started."""
+        if self._moving is None and self.gather is not None:
+            self._moving = self.gather()
+
+    @property
+    def moving(self) -> Pending:
+        """The weight's gather."""
+        assert self._moving is not None
+        return self._moving
+
+    def drop(self) -> None:
+        """Nobody will take it."""
+        if self._moving is not None:
+            self._moving.wait()
+
+    def changed(self) -> bool:
+        """Whether a parameter was changed since, though torch did not see it.
+
+        Looked at where that is cheap, on a CPU; on a GPU it would wait for the stream.
+        """
+        return any(
+            now.device.type == "cpu" and not _same_bits(now, then) for now, then in self.sources
+        )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    # As bytes: a NaN equals itself then.
+    return a.numel() == 0 or torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+class _Seen:
+    """What parameters that were taken up depend on. It holds them: an id may be given anew."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found = (getattr(module, name, None) for name in ("weight", "bias"))
+        self.params: list[Any] = [param for param in found if param is not None]
+        self.state = torch.is_grad_enabled(), _autocast(self.params), *map(_version, self.params)
+
+    def still_holds(self, now: _Seen) -> bool:
+        return (
+            self.state == now.state
+            and len(self.params) == len(now.params)
+            and all(a is b for a, b in zip(self.params, now.params, strict=True))
+        )
+
+
+def _version(param: Any) -> tuple[Any, ...]:
+    # Of a DTensor some changes count as the shard's alone; in inference mode there are no versions.
+    inside = getattr(param, "_local_tensor", param)
+    versions = (None if t.is_inference() else t._version for t in (param, inside))
+    return param.requires_grad, *versions
+
+
+def _autocast(params: Sequence[Tensor]) -> torch.dtype | None:
+    device = params[0].device.type if params else "cpu"
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+class Pass:
+    """One forward of a model: what is foreseen of it, and what was taken up ahead.
+
+    Args:
+        foreseen: the modules in the order in which they ran before.
+        open_after: of each, whether the next one may be taken up before it has run.
+    """
+
+    def __init__(self, foreseen: Sequence[nn.Module], open_after: Sequence[bool]) -> None:
+        self.foreseen, self.open_after = foreseen, open_after
+        self.ran: list[nn.Module] = []
+        self.selective: list[bool] = []
+        """Of those that ran, whether in a region of selective checkpointing."""
+        self.last_regather: Regather | None = None
+        self._as_foreseen = bool(foreseen)
+        self._ahead: deque[tuple[_Seen, Ready]] = deque()
+
+    def __repr__(self) -> str:
+        return f"Pass({len(self.ran)} modules of {len(self.foreseen)}, {len(self._ahead)} ahead)"
+
+    def take(self, module: nn.Module, prepare: Callable[[Any], Ready]) -> Ready:
+        """Parameters of the module that is about to run, and those of the next ones."""
+        at, selective = len(self.ran), selective_region() is not None
+        self.ran.append(module)
+        self.selective.append(selective)
+        begins = not self._ahead
+        if self._as_foreseen and (at >= len(self.foreseen) or self.foreseen[at] is not module):
+            # Not the order of last time: what was taken up ahead may never be asked for.
+            self._as_foreseen = False
+            self.drop()
+        if selective:
+            # What is cached there has to be what runs again in backward: this module's own.
+            self.drop()
+        ready = None
+        if self._ahead:
+            seen, ready = self._ahead.popleft()
+            if not seen.still_holds(_Seen(module)):
+                ready.drop()
+                ready = None
+            elif ready.changed():
+                raise ValueError(
+                    f"a parameter of {module} was changed during the forward of the model that it "
+                    f"is a part of, after its gather had started, in a way that torch does not see "
+                    f"(.data, to_local(), torch._foreach_*): change it before that forward, or in "
+                    f"a forward pre-hook of the module"
+                )
+        if ready is None:
+            ready = prepare(module)
+        ready.start()
+        if self._as_foreseen and not selective:
+            self._look_ahead(at)
+            if begins:
+                # Nothing else is under way yet.
+                self.gather_ahead()
+        return ready
+
+    def _look_ahead(self, at: int) -> None:
+        """Take up the parameters of the modules that follow the one at ``at``."""
+        next_one = at + 1 + len(self._ahead)
+        while len(self._ahead) < AHEAD and next_one < len(self.foreseen):
+            if not all(self.open_after[at:next_one]):
+                break
+            module: Any = self.foreseen[next_one]
+            runner = module.__dict__.get("_tp2d")
+            if runner is None or not _is_whole(module, runner.grid.mesh):
+                break
+            self._ahead.append((_Seen(module), runner.prepare(module)))
+            next_one += 1
+
+    def gather_ahead(self) -> None:
+        """Gather the weights that are needed next: best when no other transfer is under way."""
+        waiting = [ready for _, ready in self._ahead if ready.gather is not None]
+        for ready in waiting[:GATHERED_AHEAD]:
+            ready.start()
+
+    def drop(self) -> None:
+        """Nobody will take what was taken up ahead."""
+        for _, ready in self._ahead:
+            ready.drop()
+        self._ahead.clear()
+
+
+def _is_whole(module: Any, mesh: DeviceMesh) -> bool:
+    """Whether a module's weight is there as it is, on every rank or on none.
+
+    FSDP2, if it shards the weight too, puts another on the module while its part is not gathered. A
+    parametrized weight is computed anew each time.
+    """
+    if "weight" not in module._parameters:
+        return False
+    weight = module._parameters["weight"]
+    return not isinstance(weight, DTensor) or weight.device_mesh == mesh
+
+
+def take_up(module: nn.Module, prepare: Callable[[Any], Ready], context: Context) -> Ready:
+    """What ``prepare`` makes of a module that is about to run, ahead of time if it was foreseen.
+
+    Args:
+        prepare: takes up a module's parameters; the method of that name of the module's runner.
+    """
+    running = context.running
+    if running is None or torch.compiler.is_compiling() or in_backward():
+        ready = prepare(module)
+        if not torch.compiler.is_compiling():
+            ready.start()
+        return ready
+    return running.take(module, prepare)
+
+
+class Forward:
+    """The forwards of one model: hooks that begin and end a :class:`Pass`.
+
+    Of nested models the outermost one counts. A copy of a model has an order of its own.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._order: list[nn.Module] = []
+        self._selective: list[bool] = []
+        self._crossed: list[tuple[list[nn.Module], list[nn.Module]]] = []
+        self._begun: list[Pass | None] = []
+
+    def __deepcopy__(self, memo: Any) -> Forward:
+        return Forward(self.context)
+
+    def watch(self, module: nn.Module) -> None:
+        """Begin and end a pass with each forward of ``module``."""
+        module.register_forward_pre_hook(self._begin, prepend=True)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        context = self.context
+        outer = context.running
+        # One of this model's own that still runs was left by an interrupt.
+        if in_backward() or (outer is not None and outer not in self._begun):
+            self._begun.append(None)
+            return
+        context.forget()
+        context.backwards.clear()
+        open_after = [
+            not selective and not _crosses_hooks(*crossed)
+            for selective, crossed in zip(self._selective[1:], self._crossed, strict=True)
+        ]
+        context.running = Pass(self._order, open_after)
+        self._begun.append(context.running)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._begun:
+            return
+        ended = self._begun.pop()
+        if ended is None or ended is not self.context.running:
+            return
+        ended.drop()
+        self.context.running = None
+        self.context.forget()
+        if ended.ran != self._order:
+            self._order, self._crossed = ended.ran, _crossings(module, ended.ran)
+        self._selective = ended.selective
+        self._restore_tokens_in_backward(output)
+
+    def _restore_tokens_in_backward(self, output: Any) -> None:
+        """Modules that checkpointing runs again work on the tokens of this forward.
+
+        Another forward, of a batch of another size, may have been run by then.
+        """
+        context, tokens = self.context, self.context.tokens
+        if tokens is None or not torch.is_grad_enabled():
+            return
+
+        def restore(grad: Tensor) -> None:
+            context.tokens = tokens
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(restore)
+
+
+def _crossings(
+    root: nn.Module, order: Sequence[nn.Module]
+) -> list[tuple[list[nn.Module], list[nn.Module]]]:
+    """What is left, and what is entered, on the way from each module to the one that follows."""
+    paths: dict[int, list[nn.Module]] = {}
+
+    def visit(module: nn.Module, above: list[nn.Module]) -> None:
+        if id(module) not in paths:
+            paths[id(module)] = [*above, module]
+            for child in module.children():
+                visit(child, paths[id(module)])
+
+    visit(root, [])
+    crossings = []
+    for before, after in pairwise(order):
+        left, entered = paths.get(id(before), [before]), paths.get(id(after), [after])
+        pairs = zip(left[:-1], entered[:-1], strict=False)
+        shared = len(list(takewhile(lambda pair: pair[0] is pair[1], pairs)))
+        crossings.append((left[shared:], entered[shared:]))
+    return crossings
+
+
+def _crosses_hooks(left: Sequence[nn.Module], entered: Sequence[nn.Module]) -> bool:
+    """Whether code of the user's runs there, which may change parameters."""
+    hooks = [*(m._forward_hooks for m in left), *(m._forward_pre_hooks for m in entered)]
+    return any(_is_users(hook) for of_module in hooks for hook in of_module.values())
+
+
+def _is_users(hook: Any) -> bool:
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return not owner.startswith(("torch_tp2d.", "torch.distributed."))
+
+
+class Regather:
+    """A weight's gather for backward, if the forward's was not kept.
+
+    Those of one forward are a chain, from each to that of the module before it.
+
+    Args:
+        module: whose weight it is.
+        shard: of the weight.
+        gather: starts the gather of the shard.
+    """
+
+    def __init__(
+        self, module: Any, shard: Tensor, gather: Callable[[Tensor], Pending], context: Context
+    ) -> None:
+        self._module, self._shard, self._gather = module, shard.detach(), gather
+        self._moving: Pending | None = None
+        self._taken = False
+        running = None if in_backward() else context.running
+        self._before = None if running is None else running.last_regather
+        if running is not None:
+            running.last_regather = self
+
+    def _start(self, backward: Backward) -> bool:
+        if self._moving is None:
+            if self._taken or not _is_whole(self._module, self._module._tp2d.grid.mesh):
+                return False
+            self._moving = self._gather(self._shard)
+            backward.at_end.append(self._abandon)
+        return True
+
+    def _abandon(self) -> None:
+        if self._moving is not None:
+            # This backward did not come here. Another may, and then gathers again.
+            self._moving.wait()
+            self._moving = None
+
+    def take(self) -> Pending:
+        """This gather, started by now."""
+        moving, self._moving, self._taken = self._moving, None, True
+        return self._gather(self._shard) if moving is None else moving
+
+    def start_those_before(self, backward: Backward) -> None:
+        """Start what backward comes to next: its gathers travel while this module computes."""
+        link = self._before
+        for _ in range(GATHERED_AHEAD):
+            if link is None or not link._start(backward):
+                break
+            link = link._before

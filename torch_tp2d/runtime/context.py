@@ -1,0 +1,110 @@
+"""The state that the modules on one mesh share while a step runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from .ahead import Pass
+    from .late import Backward
+
+__all__ = ["Context", "Sizes", "context_of", "in_backward", "selective_region"]
+
+Sizes = tuple[int, ...]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward, for which checkpointing may run modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def selective_region() -> Any:
+    """The region of selective checkpointing that is being run, or run again; None outside."""
+    if not torch._C._len_torch_dispatch_stack():
+        return None
+    modes = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+    found = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, modes))
+    return next(found, None)
+
+
+class Context:
+    """What the modules on one mesh know of the step that they are a part of.
+
+    Nothing in it depends on when a rank collects garbage: whatever decides about a collective is
+    held strongly, and let go at points that every rank passes, the beginning and the end of a
+    model's forward and of a backward.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Sizes | None = None
+        """Batch and sequence size of the tokens under way, as far as they are known.
+
+        What a local tensor that nothing else is known of is a part of, so that no sizes cross the
+        wire; a shard that does not fit them is an error. The embedding, where every rank holds the
+        whole ids, writes them, and so does each module that is handed tensors of known sizes: of an
+        encoder and a decoder, or a block that is computed again for backward, the one that runs.
+        """
+        self.running: Pass | None = None
+        """The forward of a model that runs, if :func:`torch_tp2d.parallelize_module` knows it."""
+        self.gathered = Kept()
+        """Inputs that were gathered, for others that are given the same tensor."""
+        self.twins = Kept()
+        """What styles take in the place of an input that was gathered for a module around them."""
+        self.backwards: dict[int, Backward] = {}
+        """The backward passes that run, by autograd's number of them."""
+
+    def __repr__(self) -> str:
+        running = "no forward" if self.running is None else repr(self.running)
+        return f"Context(tokens={self.tokens}, {running}, backwards={len(self.backwards)})"
+
+    def forget(self) -> None:
+        """A forward begins or has ended: nothing that was kept of another is of use."""
+        self.gathered.clear()
+        self.twins.clear()
+
+
+class Kept:
+    """Something for each of some tensors, for as long as the tensor lives and is not changed."""
+
+    def __init__(self) -> None:
+        self._entries = WeakIdKeyDictionary()
+
+    def put(self, x: Tensor, key: Any, value: Any) -> None:
+        """Keep ``value`` for ``x``, in place of what was kept."""
+        self._entries[x] = (key, _state(x), value)
+
+    def get(self, x: Tensor, key: Any) -> Any:
+        """What was put for this very tensor under the same key; None if it was changed since."""
+        entry = self._entries.get(x)
+        if entry is None or entry[0] != key or entry[1] != _state(x):
+            return None
+        return entry[2]
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+def _state(x: Any) -> tuple[Any, ...]:
+    """What changes if a tensor is changed in a way that torch can see."""
+    inside = getattr(x, "_local_tensor", x)
+    versions = [None if t.is_inference() else t._version for t in (x, inside)]
+    return x.requires_grad, torch.is_grad_enabled(), selective_region(), *versions
+
+
+_contexts = WeakIdKeyDictionary()
+
+
+def context_of(mesh: DeviceMesh) -> Context:
+    """The context of a mesh.
+
+    All slices of one ``init_device_mesh`` share theirs; another mesh has its own, though the two
+    compare equal, so that a model without an embedding can have one.
+    """
+    return _contexts.setdefault(mesh._get_root_mesh(), Context())

@@ -1,0 +1,147 @@
+"""Sums of parameters' gradients, which nothing waits for until backward is nearly over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ..comm import Axis, Pending, all_reduce
+from .context import Context
+from .deferred import Later, undeferred
+
+__all__ = ["Backward", "Owed", "backward_of", "summed"]
+
+
+class Owed:
+    """A sum over ranks that is not urgent, as of a parameter's gradient.
+
+    Backward computes it while more urgent transfers travel (:meth:`Backward.compute_owed`), and
+    sends it when none does (:meth:`Backward.send_owed`): beside an urgent one it would take half of
+    the link. All ranks come to both in the same order.
+
+    Args:
+        part: this rank's, or what computes it.
+        send: starts its way.
+    """
+
+    def __init__(
+        self,
+        part: Tensor | Callable[[], Tensor],
+        send: Callable[[Tensor], Pending],
+        backward: Backward,
+    ) -> None:
+        self.part: Tensor | Callable[[], Tensor] | None = part
+        self._send = send
+        self._pending: Pending | None = None
+        self._backward = backward
+        backward.owed.append(self)
+
+    def compute(self) -> None:
+        """Make this rank's part."""
+        if callable(self.part):
+            self.part = self.part()
+
+    def send(self) -> None:
+        """Send this rank's part, if it is not sent yet."""
+        self.compute()
+        if isinstance(self.part, Tensor):
+            self._pending, self.part = self._send(self.part), None
+
+    def value(self) -> Tensor:
+        """The sum. Asking for one sends the others too, that they travel meanwhile."""
+        if self._pending is None:
+            self._backward.send_owed()
+            self.send()
+        assert self._pending is not None
+        return self._pending.wait()
+
+
+class Backward:
+    """One run of autograd's engine, and the transfers that it has still to start or to await."""
+
+    def __init__(self) -> None:
+        self.owed: list[Owed] = []
+        self.at_end: list[Callable[[], None]] = []
+        """Called when it is over: what was started and nobody took is awaited then."""
+
+    def compute_owed(self) -> None:
+        """Compute all that is owed: best between starting a transfer and waiting for it."""
+        for owed in self.owed:
+            owed.compute()
+
+    def send_owed(self) -> None:
+        """Send what is owed and computed: best when no other transfer is under way."""
+        waiting, self.owed = self.owed, []
+        for owed in waiting:
+            if callable(owed.part):
+                self.owed.append(owed)
+            else:
+                owed.send()
+
+    def close(self) -> None:
+        """It is over."""
+        self.owed.clear()
+        for call in self.at_end:
+            call()
+        self.at_end.clear()
+
+
+def backward_of(context: Context) -> Backward:
+    """The backward that runs now; of a graph computed within another's backward, its own."""
+    number = torch._C._current_graph_task_id()
+    found = context.backwards.get(number)
+    if found is None:
+        found = context.backwards[number] = Backward()
+
+        def close() -> None:
+            context.backwards.pop(number).close()
+
+        Variable._execution_engine.queue_callback(close)  # type: ignore[attr-defined]
+    return found
+
+
+def summed(
+    parts: Sequence[Tensor | None],
+    axes: Sequence[Axis],
+    context: Context,
+    like: Tensor | None = None,
+) -> list[Tensor | None]:
+    """Small tensors that nothing waits for yet, summed over axes: all in one transfer for each.
+
+    Args:
+        like: has the dtype of the results; by default it is that of the parts.
+    """
+    there = [part for part in parts if part is not None]
+    if not there:
+        return list(parts)
+    flat = torch.cat([part.reshape(-1) for part in there])
+    total = _over(flat, axes, flat.dtype if like is None else like.dtype, context)
+    starts = iter([0, *accumulate(part.numel() for part in there)])
+
+    def one(shape: torch.Size, start: int) -> Tensor:
+        def make() -> Tensor:
+            # A clone: a gradient that is a view of the total cannot be copied by deepcopy.
+            return undeferred(total).narrow(0, start, shape.numel()).view(shape).clone()
+
+        return Later(shape, total, make) if isinstance(total, Later) else make()
+
+    return [None if part is None else one(part.shape, next(starts)) for part in parts]
+
+
+def _over(part: Tensor, axes: Sequence[Axis], dtype: torch.dtype, context: Context) -> Tensor:
+    """``part`` summed over axes, deferred where there is no graph to trace."""
+
+    def after(total: Tensor, axes: Sequence[Axis]) -> Tensor:
+        for axis in axes:
+            total = all_reduce(total, axis).wait()
+        return total.to(dtype)
+
+    if not axes or torch.compiler.is_compiling():
+        return after(part, axes)
+    first, *others = axes
+    owed = Owed(part, lambda part: all_reduce(part, first), backward_of(context))
+    return Later(part.shape, part.new_empty(0, dtype=dtype), lambda: after(owed.value(), others))
