@@ -76,7 +76,7 @@ def _on_grids(ranks: int, body: Callable[..., float]) -> dict[tuple[int, int], f
 
 
 def _adversary(mesh: Any) -> float:
-    """fake = G(z) runs through D while D is frozen, then D learns from it."""
+    """fake = G(z) while D is frozen, as the step before left it, then D learns from it."""
     one = _mlp(1, seed=1), _mlp(1, seed=2)
     several = tuple(parallelize_module(copy.deepcopy(m), mesh, _plan()) for m in one)
     worst = 0.0
@@ -91,19 +91,19 @@ def _adversary(mesh: Any) -> float:
         ):
             g.zero_grad()
             d.zero_grad()
-            d.requires_grad_(False)
             fake = g(x)
-            (d(fake).square().sum() / z.numel()).backward()
-            g_step.step()
             d.requires_grad_(True)
             (d(fake.detach()).sin().sum() / z.numel()).backward()
             d_step.step()
+            d.requires_grad_(False)
+            (d(fake).square().sum() / z.numel()).backward()
+            g_step.step()
         worst = max(worst, *(_gradients_off(a, b) for a, b in zip(one, several, strict=True)))
     return worst
 
 
 def _layers_by_turns(mesh: Any) -> float:
-    """Which layer learns changes with each step."""
+    """Which layers learn changes with each step, and half-way through it."""
     one = _mlp(2)
     several = parallelize_module(copy.deepcopy(one), mesh, _plan(2))
     worst = 0.0
@@ -113,7 +113,10 @@ def _layers_by_turns(mesh: Any) -> float:
             model.zero_grad()
             for index, param in enumerate(model.parameters()):
                 param.requires_grad_(index // 2 == step % 4)
-            (model(x).square().sum() / whole.numel()).backward()
+            x = model[:3](x)
+            for index, param in enumerate(model[3:].parameters()):
+                param.requires_grad_(index // 2 == step % 2)
+            (model[3:](x).square().sum() / whole.numel()).backward()
         worst = max(worst, _gradients_off(one, several))
     return worst
 
@@ -331,22 +334,22 @@ def _empty_shards(mesh: Any) -> float:
 
 
 def _garbage_on_one_rank(mesh: Any) -> float:
-    """A graph in a cycle that never ran backward: one rank collects it, the others do not."""
+    """A graph in a cycle that never ran backward: one rank collects it, the others do not.
+
+    Its weights' gathers for backward were started ahead where it was still there.
+    """
     one = _mlp(2)
     several = parallelize_module(copy.deepcopy(one), mesh, _plan(2, reshard_after_forward=True))
     gc.disable()
     for step in range(3):
         whole = _tokens(4, 8, 8, step)
-        dropped: list[Any] = [several(_mine(whole, mesh))]
+        dropped: list[Any] = [several[:3](_mine(whole, mesh))]
         dropped.append(dropped)
-        first, second = several(_mine(whole, mesh)), None
         del dropped
         if mesh.get_rank() == 1:
             gc.collect()
-        second = several(_mine(whole, mesh))
-        del first
-        (second.square().sum() / whole.numel()).backward()
-        (one(whole).square().sum() / whole.numel()).backward()
+        (several[3:](_mine(whole, mesh)).square().sum() / whole.numel()).backward()
+        (one[3:](whole).square().sum() / whole.numel()).backward()
     gc.enable()
     return _gradients_off(one, several)
 
