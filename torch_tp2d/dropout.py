@@ -22,6 +22,7 @@ from .layouts import Layout, as_layout, check_row_dim, normalize
 from .ops.attention.block import attend_to_all
 from .ops.dropout import draw_key, drop, dropped
 from .recognise import describe_module
+from .surroundings import UNKNOWN, Surroundings, is_of_features
 
 __all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]
 
@@ -119,6 +120,7 @@ class Dropout2D(GridStyle):
         )
         self.beside: list[tuple[int, Placement]] = []
         """Features and ``tp_col`` placement of what the modules beside it hand on."""
+        self.surroundings = UNKNOWN
         self.by_default = False
 
     def check(self, module: nn.Module, grid: Grid) -> None:
@@ -147,20 +149,22 @@ class Masks:
         row_dim: int,
         declared: Layout | None,
         beside: Sequence[tuple[int, Placement]],
-        owner: str,
+        owner: nn.Module,
+        surroundings: Surroundings = UNKNOWN,
     ) -> None:
         self.grid = grid
-        self._here = f"{owner} on mesh {describe_mesh(grid.mesh)}"
+        self._surroundings = surroundings
+        self._here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
-        whole = {features for features, p in beside if not _of_features(p)}
+        whole = {features for features, p in beside if not is_of_features(p)}
         self.widths = {
             grid.col.split(features)[grid.col.index]: (
                 features,
                 not whole.isdisjoint(grid.col.split(features)),
             )
             for features, p in beside
-            if _of_features(p)
+            if is_of_features(p)
         }
         """Local width to the width of the whole, and whether another module's whole is as wide."""
 
@@ -210,7 +214,7 @@ class Masks:
             layout, shape = self.grid.layout(query, self.row_dim), tuple(query.shape)
             q, k, v = (x.to_local() for x in (query, key, value))  # type: ignore[attr-defined]
         else:
-            layout, shape = (self.grid.guess_layout(query, 0)[0], self._heads), None
+            layout, shape = (Shard(0), self._heads), None
             q, k, v = query, key, value
         if self.row_dim == 1 and self.grid.row.size > 1:
             raise ValueError(
@@ -252,7 +256,10 @@ class Masks:
             layout = normalize(self.declared, x.ndim)
             return layout, features[0] if features and layout[1] == Shard(x.ndim - 1) else None
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
-        on_row, on_col = self.grid.guess_layout(x, 0 if x.ndim > 3 else self.row_dim)
+        if x.ndim in (2, 3):
+            on_row, on_col = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
+        else:
+            on_row, on_col = Shard(0 if x.ndim > 3 else self.row_dim), Replicate()
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
             # [batch, heads, queries, keys], beside projections into this rank's heads?
             one = known is not None and len(known) == 2 and self.row_dim == 0
@@ -334,7 +341,7 @@ class _DropoutRunner(Runner):
         self.style = "Dropout2D"
         self.by_default = style.by_default
         self.masks = Masks(
-            grid, style.row_dim, style.input_layouts, style.beside, describe_module(module)
+            grid, style.row_dim, style.input_layouts, style.beside, module, style.surroundings
         )
 
     def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
@@ -354,12 +361,13 @@ class DropoutInside(GridStyle):
         super().__init__()
         self.row_dim = row_dim
         self.beside = beside
+        self.surroundings = UNKNOWN
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Nothing of the module is changed while it drops nothing."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        masks = Masks(grid, self.row_dim, None, self.beside, describe_module(module))
+        masks = Masks(grid, self.row_dim, None, self.beside, module, self.surroundings)
         return _InsideRunner(masks, rates_of(module))
 
 
@@ -394,8 +402,3 @@ def _like(x: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
-
-
-def _of_features(placement: Placement) -> bool:
-    """Whether it is the placement of a hidden dim, in two, three or any number of dims."""
-    return placement in (Shard(-1), Shard(2))

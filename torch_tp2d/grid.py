@@ -249,24 +249,6 @@ class Grid:
             )
         return self._exchange(x, dim, cuts)
 
-    def guess_layout(self, x: Tensor, row_dim: int) -> Layout:
-        """The layout of a local activation of which none was declared, told by its sizes.
-
-        The token layout where its sequence is a part of that of the tokens under way, else the
-        row layout: what cannot be told is taken to be whole along ``tp_col``. What has no sequence
-        (``[batch, hidden]``) is taken to be whole along ``tp_row`` too if that splits sequences,
-        or if the whole batch is here.
-        """
-        known, row = self.context.tokens if x.ndim == 2 else self.tokens_of(x), Shard(row_dim)
-        if known is None or len(known) != 2:
-            return row, Replicate()
-        there = self.row.split(known[row_dim])[self.row.index]
-        if x.ndim == 2:
-            whole = row_dim == 1 or there != known[0] == x.shape[0]
-            return Replicate() if whole else row, Replicate()
-        sequence = there if row_dim == 1 else known[1]
-        return row, Shard(1) if x.shape[1] < sequence else Replicate()
-
     def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout) -> int | None:
         """The dim that ``tp_row`` splits, where this row gets none of the tokens.
 

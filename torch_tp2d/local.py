@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed.tensor as dt
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .base import GridStyle, Runner, local_shards
+from .base import GridStyle, LayoutLike, Runner
 from .edges import to_dtensor
 from .grid import Grid, describe_mesh
-from .layouts import Layout, normalize, row_layout
+from .layouts import Layout, as_layout, normalize, row_layout
 from .recognise import describe_module
-from .replicate import SumGrads
+from .replicate import run_locally
+from .surroundings import UNKNOWN
 
 __all__ = ["Local2D"]
 
@@ -36,11 +37,14 @@ class Local2D(GridStyle):
 
     The module's own parameters are placed, not those of modules inside it. Each rank uses its
     part of them as plain tensors; gradients are summed along ``tp_row``, whose ranks have other
-    samples. Along ``tp_col`` all ranks compute the same with a whole parameter.
+    samples. Along ``tp_col`` all ranks compute the same with a whole parameter, unless
+    ``input_layouts`` say that they see different heads or features.
 
     Keyword Args:
         params: the placement on ``tp_col`` of parameters that are not whole there, by name: a
             table of biases for each head is ``Shard(1)`` where its dim 1 counts heads.
+        input_layouts: layout of the first tensor, ``Replicate()`` on ``tp_col`` by default: where
+            it is a Shard, of heads say, gradients of whole parameters are summed along it too.
         use_local_output: hand on a local tensor (True), or a DTensor of the global shape with the
             batch in dim 0 (False), as the last of such modules does for the loss; by default as
             the input came.
@@ -48,7 +52,8 @@ class Local2D(GridStyle):
     Raises:
         TypeError: for integer parameters.
         ValueError: for a name in ``params`` that the module has not, or a dim that it has not;
-            when it runs, for a DTensor that is laid out otherwise.
+            when it runs, for a DTensor that is laid out otherwise, and for whole parameters beside
+            a Linear whose local output is split, if ``input_layouts`` are not given.
 
     Example::
 
@@ -60,11 +65,19 @@ class Local2D(GridStyle):
     places_inside = False
 
     def __init__(
-        self, *, params: Mapping[str, Placement] | None = None, use_local_output: bool | None = None
+        self,
+        *,
+        params: Mapping[str, Placement] | None = None,
+        input_layouts: LayoutLike = None,
+        use_local_output: bool | None = None,
     ) -> None:
         super().__init__()
         self.params = dict(params or {})
+        self.input_layouts = (
+            None if input_layouts is None else as_layout(input_layouts, row_layout(), row=Shard(0))
+        )
         self.use_local_output = use_local_output
+        self.surroundings = UNKNOWN
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         super().check(module, grid)
@@ -86,39 +99,52 @@ class Local2D(GridStyle):
             yield module, name, (dt.Replicate(), self.params.get(name, dt.Replicate()))
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return _LocalRunner(module, grid, self.use_local_output)
+        return _LocalRunner(self, module, grid)
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(params={self.params}, use_local_output={self.use_local_output})"
+            f"{type(self).__name__}(params={self.params}, input_layouts={self.input_layouts}, "
+            f"use_local_output={self.use_local_output})"
         )
 
 
 class _LocalRunner(Runner):
     style = "Local2D"
 
-    def __init__(self, module: nn.Module, grid: Grid, use_local_output: bool | None) -> None:
+    def __init__(self, style: Local2D, module: nn.Module, grid: Grid) -> None:
         self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
+        self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
         self.grid = grid
-        self.use_local_output = use_local_output
+        self.use_local_output = style.use_local_output
+        self.declared, self.surroundings = style.input_layouts, style.surroundings
+        self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        batches = {x.shape[0] for x in args if isinstance(x, DTensor)}
+        values = (*args, *kwargs.values())
+        batches = {x.shape[0] for x in values if isinstance(x, DTensor)}
+        shares = self._sees_shares(module, values)
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
-        axes = [self.grid.row] if self.grid.row.size > 1 else []
-        params = local_shards(*(module._parameters[name] for name in self.names))
-        params = SumGrads.apply(axes, self.grid.context, *params)
-        for name, param in zip(self.names, params, strict=True):
-            # Found before the parameter of this name, which stays where it is.
-            object.__setattr__(module, name, param)
-        try:
-            y = forward(*args, **kwargs)
-        finally:
-            for name in self.names:
-                object.__delattr__(module, name)
+        params = [(module, name) for name in self.names]
+        y = run_locally(module, params, forward, args, kwargs, self.grid, shares_on_col=shares)
         local = not batches if self.use_local_output is None else self.use_local_output
         return y if local else self._of_whole_batch(module, y, batches)
+
+    def _sees_shares(self, module: nn.Module, values: Sequence[Any]) -> bool:
+        """Whether the columns see different features or heads, so that gradients are shares."""
+        if not self.has_whole or self.grid.col.size == 1:
+            return False
+        if self.declared is not None:
+            return isinstance(self.declared[1], Shard)
+        tensors = (x for x in values if isinstance(x, Tensor) and x.is_floating_point())
+        x = next(tensors, None)
+        if x is None or isinstance(x, DTensor):
+            return False
+        if self.surroundings.sees_heads(module, x):
+            return True
+        if self.surroundings.split:
+            self.surroundings.check_features(self.here, module, x, self.grid)
+        return False
 
     def _local(self, module: nn.Module, x: Any) -> Any:
         if not isinstance(x, DTensor):

@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .attention import Attention2D
 from .base import GridStyle, take_off_grid, tied_message
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
 from .lift import Lifted
+from .local import Local2D
 from .lora import is_adapted
 from .lora import parts as adapted_parts
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear
@@ -29,6 +31,7 @@ from .replicate import Replicate, WholeRunner
 from .runtime.ahead import Forward
 from .runtime.context import context_of
 from .styles import Block2DParallel, Colwise2D, Rowwise2D
+from .surroundings import Surroundings, is_of_features
 
 __all__ = ["parallelize_module"]
 
@@ -362,28 +365,88 @@ def _dropping_inside(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
     return list(around.values())
 
 
+def _features(linear: Any) -> tuple[int, int]:
+    """In and out."""
+    first, second = linear.weight.shape
+    return (first, second) if is_conv1d(linear) else (second, first)
+
+
 def _out_features(linear: Any) -> int:
-    return int(linear.weight.shape[1 if is_conv1d(linear) else 0])
+    return _features(linear)[1]
 
 
 def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
-    """Tell each dropout what the modules beside it hand on, by which it knows its own input."""
+    """Tell each style that has to know what the plan says of the tensors around its module."""
     beside = defaultdict(list)
     for entry in entries:
-        style: Any = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        style = _unlifted(entry)
         sharded = isinstance(style, _LINEAR_STYLES) and style.use_local_output
         if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
             width = _out_features(entry.module)
             beside[id(entry.parent)].append((width, style.output_layouts[1]))
     told = []
     for entry in entries:
-        if isinstance(entry.style, Dropout2D | DropoutInside):
-            # A copy: one plan entry may name dropouts in several places.
+        if isinstance(entry.style, Dropout2D | DropoutInside | Local2D | Replicate):
+            # A copy: one plan entry may name modules in several places.
             style = copy.copy(entry.style)
-            style.beside = [*style.beside, *beside[id(entry.parent)]]
+            style.surroundings = _surroundings(entry.name, entries)
+            if isinstance(style, Dropout2D | DropoutInside):
+                style.beside = [*style.beside, *beside[id(entry.parent)]]
             entry = entry._replace(style=style)
         told.append(entry)
     return told
+
+
+def _unlifted(entry: _Entry) -> Any:
+    return entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+
+
+def _surroundings(name: str, entries: list[_Entry]) -> Surroundings:
+    """What the entries of a plan say of the tensors that reach the module of this name."""
+    parts = name.split(".")
+    around = [".".join(parts[:depth]) for depth in range(len(parts))]
+    split, streams, inputs, widths, in_attention = [], set(), set(), set(), False
+    for entry in entries:
+        style, module = _unlifted(entry), entry.module
+        if isinstance(style, Attention2D):
+            in_attention |= entry.name in around
+        if not isinstance(style, _LINEAR_STYLES):
+            continue
+        takes, gives = style.input_layouts[1], style.output_layouts[1]
+        if is_embedding(module):
+            widths.add(int(module.weight.shape[1]))
+            streams |= {gives} & _STREAMS
+        elif is_linear(module) or is_conv1d(module):
+            in_features, out_features = _features(module)
+            if not is_of_features(takes):
+                widths.add(in_features)
+                inputs |= {takes} & _STREAMS
+            if not is_of_features(gives):
+                widths.add(out_features)
+                streams |= {gives} & _STREAMS if isinstance(style, Rowwise2D) else set()
+            shares = style.grad_layouts is not None and style.grad_layouts[1].is_partial()
+            beside = entry.name.rpartition(".")[0] in around[-2:]
+            if beside and style.use_local_output and (is_of_features(gives) or shares):
+                split.append(entry.name)
+    prepared = [placement for above in reversed(around) for placement in _prepared(above, entries)]
+    found = prepared[:1] or list(streams or inputs)
+    stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
+    return Surroundings(stream, frozenset(widths), tuple(split), in_attention)
+
+
+_STREAMS = {dt.Shard(1), dt.Replicate()}
+
+
+def _prepared(name: str, entries: list[_Entry]) -> Iterator[Any]:
+    """How an entry for the module of this name has its first input prepared, if one does."""
+    for entry in entries:
+        inputs = getattr(_unlifted(entry), "inputs", None) if entry.name == name else None
+        if inputs is not None:
+            wanted = (
+                *(inputs.desired_input_layouts or ()),
+                *inputs.desired_input_kwarg_layouts.values(),
+            )
+            yield from [placement for placement in wanted if placement is not None][:1]
 
 
 def _undo_default(entry: _Entry) -> None:

@@ -13,17 +13,18 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from .base import GridStyle, LayoutLike, Runner, local_shards
-from .comm import Axis, all_reduce
+from .comm import Axis
 from .edges import to_dtensor
 from .embedding import EmbeddingRunner
-from .grid import Grid
+from .grid import Grid, describe_mesh
 from .layouts import Layout, as_layout, check_row_dim, normalize
-from .recognise import is_embedding
+from .recognise import describe_module, is_embedding
 from .runtime.ahead import Ready, take_up
 from .runtime.context import Context
 from .runtime.late import summed
+from .surroundings import UNKNOWN, Surroundings
 
-__all__ = ["Replicate", "SumGrads", "WholeRunner"]
+__all__ = ["Replicate", "SumGrads", "WholeRunner", "run_locally"]
 
 _WHOLE: Layout = dt.Replicate(), dt.Replicate()
 
@@ -38,15 +39,21 @@ class Replicate(GridStyle):
     The module runs as it is, on a DTensor made of its first argument.
 
     Keyword Args:
-        input_layouts: layout of a local first argument. By default the token layout where its
-            sequence is this rank's shard of the tokens under way, else the row layout. An
-            embedding's ids are whole by default.
+        input_layouts: layout of the first tensor that it is given, where that is local. By default
+            that of the residual stream, as far as the plan and the sizes of the tokens under way
+            tell it. An embedding's ids are whole by default.
         output_layouts: layout of the output; by default as the module gives it.
         use_local_output: hand on local tensors; by default if the input was local.
         row_dim: the token dim that ``tp_row`` splits.
 
+    Inside :class:`Attention2D` a module on heads ``[batch, heads, sequence, features]``, in any
+    order of the first three, runs on this column's, and its gradients are summed over the columns.
+
     Raises:
         TypeError: for integer parameters.
+        ValueError: in forward, if the plan does not tell the layout of a local tensor: where
+            features or heads may be split over ``tp_col``, as beside a Colwise2D with a local
+            output, and where some of the stream's tokens are split over it and others are not.
 
     Example::
 
@@ -74,6 +81,7 @@ class Replicate(GridStyle):
         )
         self.use_local_output = use_local_output
         self.by_default = False
+        self.surroundings = UNKNOWN
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
         for owner in module.modules():
@@ -102,6 +110,7 @@ class Replicate(GridStyle):
             self.input_layouts,
             self.output_layouts,
             self.use_local_output,
+            surroundings=self.surroundings,
         )
         runner.by_default = self.by_default
         return runner
@@ -133,8 +142,11 @@ class WholeRunner(Runner):
         use_local_output: bool | None,
         *,
         enforce_input: bool = False,
+        surroundings: Surroundings = UNKNOWN,
     ) -> None:
         self.style = style
+        self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
+        self.surroundings = surroundings
         self.locally = _local_math(module)
         self.grid = grid
         self.row_dim = row_dim
@@ -143,13 +155,17 @@ class WholeRunner(Runner):
         self.enforce_input = enforce_input
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        x, *rest = args
+        x = _first_tensor(module, args, kwargs)
+        given = x
         was_local = not isinstance(x, DTensor)
         use_local = was_local if self.use_local_output is None else self.use_local_output
         if was_local:
             declared = self.declared
+            if self.surroundings.sees_heads(module, x):
+                return run_locally(module, _own(module), forward, args, kwargs, self.grid)
             if declared is None:
-                declared = self.grid.guess_layout(x, self.row_dim)
+                self.surroundings.check_features(self.here, module, x, self.grid)
+                declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
             if self.wanted is None and self._takes_tokens(x, declared):
                 x = self.grid.without_stand_in(x, declared)
                 shape = self.grid.shape_of(x, declared)
@@ -172,7 +188,12 @@ class WholeRunner(Runner):
             y = self._locally(module, x.to_local(), layout)
             y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
         else:
-            y = forward(x, *rest, **kwargs)
+            self.installed(module)
+
+            def prepared(value: Any) -> Any:
+                return x if value is given else self._alike(value, given, x)
+
+            y = forward(*map(prepared, args), **{k: prepared(v) for k, v in kwargs.items()})
         if not isinstance(y, DTensor):
             return y
         wanted = self.wanted
@@ -187,6 +208,17 @@ class WholeRunner(Runner):
             return y
         layout = self.grid.layout(y, self.row_dim)
         return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
+
+    def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
+        """A further local tensor of the same tokens as ``x``, laid out alike."""
+        if isinstance(value, DTensor) or isinstance(given, DTensor):
+            return value
+        if not isinstance(value, Tensor) or value.shape[:-1] != given.shape[:-1]:
+            return value
+        layout = self.grid.layout(x, self.row_dim)
+        if Shard(x.ndim - 1) in normalize(layout, x.ndim):
+            return value
+        return to_dtensor(value, layout, self.grid, (*x.shape[:-1], value.shape[-1]))
 
     def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
         """Whether the module takes tokens one by one, and each is whole where it lies."""
@@ -207,6 +239,59 @@ class WholeRunner(Runner):
     def prepare(self, module: nn.Module) -> Ready:
         """Take up the parameters."""
         return Ready(*local_shards(*map(module._parameters.get, ("weight", "bias"))))
+
+
+def _first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """What a module's layouts are of: its first tensor of numbers, else its first of any kind."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not tensors:
+        raise TypeError(f"{describe_module(module)} was given no tensor")
+    return next((x for x in tensors if x.is_floating_point()), tensors[0])
+
+
+def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Owner and name of each parameter of a module, and of the modules inside."""
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, param in owner._parameters.items()
+        if param is not None
+    ]
+
+
+def run_locally(
+    module: nn.Module,
+    params: Sequence[tuple[nn.Module, str]],
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    grid: Grid,
+    *,
+    shares_on_col: bool = True,
+) -> Any:
+    """A module as it is on local tensors: its parameters are plain ones while it runs.
+
+    Args:
+        params: owner and name of those that are on the mesh.
+        shares_on_col: the gradients of different columns are shares too, as those of rows are.
+    """
+    row, col = ([axis] if axis.size > 1 else [] for axis in (grid.row, grid.col))
+    on_mesh: list[Any] = [owner._parameters[name] for owner, name in params]
+    shards = local_shards(*on_mesh)
+    split = [isinstance(param.placements[1], Shard) for param in on_mesh]
+    on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
+    on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
+    summed_on_row = iter(SumGrads.apply(row, grid.context, *on_row))
+    axes = [*row, *col] if shares_on_col else row
+    summed_on_both = iter(SumGrads.apply(axes, grid.context, *on_both))
+    for (owner, name), is_split in zip(params, split, strict=True):
+        # Found before the parameter of this name, which stays where it is.
+        object.__setattr__(owner, name, next(summed_on_row if is_split else summed_on_both))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for owner, name in params:
+            object.__delattr__(owner, name)
 
 
 _LocalMath = Callable[..., Tensor]
@@ -263,12 +348,21 @@ def _settle_after_backward(param: DTensor) -> None:
 
 
 def _settle_grad(param: DTensor) -> None:
-    """Sum a gradient that DTensor left partial, once, instead of in each op that reads it."""
+    """Place a gradient as its parameter, once, instead of in each op that reads it.
+
+    DTensor leaves it a partial sum, or split by a dim that an operation before it was split by.
+    """
     grad = param.grad
-    if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-        local = grad.to_local()
+    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(param.placements):
         grid = Grid(param.device_mesh)
-        for axis, placement in zip((grid.row, grid.col), grad.placements, strict=True):
-            if placement.is_partial():
-                local = all_reduce(local, axis).wait()
-        param.grad = DTensor.from_local(local, param.device_mesh, param.placements, run_check=False)
+        local = grid.redistribute(
+            grad.to_local(), tuple(grad.placements), tuple(param.placements), shape=grad.shape
+        )
+        param.grad = DTensor.from_local(
+            local,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=grad.shape,
+            stride=param.stride(),
+        )

@@ -38,7 +38,7 @@ class AttentionRunner(Runner):
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.heads = style.heads(module, grid.col)
-        self.masks = Masks(grid, style.row_dim, None, (), owner=describe_module(module))
+        self.masks = Masks(grid, style.row_dim, None, (), owner=module)
         self.local_values = style.local_values(module, grid.col)
 
     def installed(self, module: nn.Module) -> None:

@@ -100,6 +100,4 @@ def norm2d(
             ``bias`` are summed; None if every rank has all of them.
         context: of the mesh.
     """
-    return _Norm2D.apply(
-        x, weight, bias, hidden, eps, centered, hidden_axis, token_axis, context
-    )
+    return _Norm2D.apply(x, weight, bias, hidden, eps, centered, hidden_axis, token_axis, context)
