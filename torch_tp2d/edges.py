@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .comm import all_gather
-from .grid import Grid, Sizes
+from .grid import Grid, Sizes, describe_mesh
 from .layouts import Layout, normalize, reduced
 from .ops.matmul.ring import Shards, gather
 from .ops.matmul.traced import Shared
+from .recognise import describe_module
+from .runtime.context import in_backward
 from .runtime.deferred import Gathering, Transfer
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
@@ -38,6 +40,8 @@ def enter(
     *,
     whole_grad: bool = False,
     arriving: Literal[False] = False,
+    module: nn.Module,
+    certain: bool = False,
 ) -> Tensor: ...
 
 
@@ -51,6 +55,8 @@ def enter(
     features: int | None,
     *,
     arriving: bool,
+    module: nn.Module,
+    certain: bool = False,
 ) -> Tensor | Shared: ...
 
 
@@ -64,6 +70,8 @@ def enter(
     *,
     whole_grad: bool = False,
     arriving: bool = False,
+    module: nn.Module,
+    certain: bool = False,
 ) -> Tensor | Shared:
     """An input as the local shard that an op takes.
 
@@ -76,6 +84,12 @@ def enter(
         whole_grad: the op's gradient is whole where ``wanted`` replicates.
         arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering` or, in a traced
             graph, a :class:`~torch_tp2d.ops.matmul.traced.Shared`.
+        module: whose input it is, for messages.
+        certain: the user has said in full how a local input lies.
+
+    Raises:
+        ValueError: for a local tensor that a style has handed out in another layout, and for one
+            that comes from outside and is the same on every row.
     """
     given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
@@ -96,6 +110,9 @@ def enter(
         else:
             x = x.to_local()
     else:
+        grid.check_handed(x, declared, module)
+        if not certain:
+            refuse_one_input_for_all_rows(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     if declared == wanted:
@@ -159,6 +176,45 @@ def _shards(
     return Shards(col.dim, grid.col.split(extent), grid.col)
 
 
+def refuse_one_input_for_all_rows(
+    x: Tensor, declared: Layout, module: nn.Module, grid: Grid
+) -> None:
+    """Compare an input from outside over the rows, once, when the module first learns from one.
+
+    A local tensor is this row's part. A loop that gives every rank the whole batch, as stock tensor
+    parallelism has it, would have gradients as many times too large as there are rows, and nothing
+    else would tell.
+
+    Raises:
+        ValueError: if every row was given the same.
+    """
+    outside = x.is_leaf and torch.is_grad_enabled() and grid.handed(x) is None
+    if not outside or grid.row.size == 1 or not isinstance(declared[0], Shard):
+        return
+    if torch.compiler.is_compiling() or in_backward() or module in grid.context.compared:
+        return
+    grid.context.compared.add(module)
+    bits = x.detach().contiguous().view(torch.uint8).flatten()
+    place = torch.arange(1, bits.numel() + 1, device=x.device)
+    mine = torch.stack(
+        [torch.tensor(x.numel(), device=x.device), bits.long().sum(), (bits.long() * place).sum()]
+    )
+    rows = all_gather(mine[None], 0, (1,) * grid.row.size, grid.row).wait()
+    varied = x.numel() > 0 and bool((x != x.flatten()[0]).any())
+    verdict = torch.tensor([[bool((rows == rows[0]).all()), varied]], device=x.device)
+    # All ranks raise, or none.
+    same, varied = all_gather(verdict, 0, (1,) * grid.col.size, grid.col).wait().T.tolist()
+    if all(same) and any(varied):
+        raise ValueError(
+            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} was given one and the "
+            f"same local tensor, {tuple(x.shape)}, on every row, but in layout {declared} each row "
+            f"has a part of its own, and gradients are summed over the rows: pass this row's part "
+            f"(x.chunk({grid.row.size}, dim)[row]) or a DTensor of the whole "
+            f"(distribute_tensor(x, mesh, {declared})). If the rows' parts are alike on purpose, "
+            f"say so by a pair: input_layouts={declared}"
+        )
+
+
 class _Attach(torch.autograd.Function):
     """The gathered value of ``x``, whose gradient is whole on every rank."""
 
@@ -191,6 +247,8 @@ def gather_for_module(
         whole = grid.redistribute(x, declared, wanted, shape=shape)
         return grid.with_stand_in(whole, wanted, sizes)
     shards = _shards(x, declared, grid, None, shape)
+    if shards.dim == x.ndim - 1:
+        return _gather_features_for_module(x, declared, grid, shards, shape)
     in_graph = grid.col.is_gloo and torch.compiler.is_compiling()
     if in_graph:
         # The graph waits for the twin, as that is multiplied; for this one only if the module's
@@ -209,6 +267,24 @@ def gather_for_module(
             result._tp2d_partial = (wanted, gather(x, shards, grid.context, whole))  # type: ignore[attr-defined]
         else:
             grid.context.twins.put(result, wanted, gather(x, shards, grid.context, whole))
+    return result
+
+
+def _gather_features_for_module(
+    x: Tensor, declared: Layout, grid: Grid, shards: Shards, shape: Sequence[int] | None
+) -> Tensor:
+    """:func:`gather_for_module` of features, which no product takes piece by piece."""
+    wanted = declared[0], Replicate()
+    if shape is None:
+        features = sum(shards.sizes)
+        shape = (*grid.shape_of(x, declared, features)()[:-1], features)
+    twin = grid.redistribute(x, declared, wanted, shape=shape, partial_grad=(False, True))
+    result = _Attach.apply(x, twin.detach(), shards)
+    result = grid.with_stand_in(result, wanted, tuple(shape[:-1]))
+    if torch.compiler.is_compiling():
+        result._tp2d_partial = (wanted, twin)  # type: ignore[attr-defined]
+    elif twin.requires_grad:
+        grid.context.twins.put(result, wanted, twin)
     return result
 
 

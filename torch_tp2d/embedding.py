@@ -69,7 +69,7 @@ class EmbeddingRunner(Runner):
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         whole: Layout = Replicate(), Replicate()
-        ids = enter(x, self.declared, whole, self.grid, self.row_dim, None)
+        ids = enter(x, self.declared, whole, self.grid, self.row_dim, None, module=module)
         wanted = self._output_layout(ids)
         if ids.ndim == 2 and isinstance(wanted[0], Shard):
             self.grid.context.tokens = tuple(ids.shape)
@@ -112,7 +112,7 @@ class PatchRunner(Runner):
             batch = grid.extent(x, 0, self.declared)
         # What follows knows the batch by this; how many tokens an image has changes on the way.
         grid.context.tokens = (batch,)
-        x = enter(x, self.declared, own, grid, 0, None)
+        x = enter(x, self.declared, own, grid, 0, None, module=module)
         summed: Layout = Replicate(), Shard(0)
         weight, bias = local_shards(module.weight, module.bias)
         weight = grid.redistribute(

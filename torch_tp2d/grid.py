@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .comm import Axis, Pending, all_gather, move
 from .groups import is_gloo, own_group
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
+from .recognise import describe_module
 from .runtime.context import Sizes, context_of
 
 __all__ = ["Grid", "Sizes", "check_mesh", "describe_mesh"]
@@ -183,7 +184,31 @@ class Grid:
         """
         if isinstance(x, DTensor):
             return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
-        return getattr(x, "_tp2d_sizes", None)
+        return getattr(x, "_tp2d_handed", (None, None))[0]
+
+    def handed(self, x: Tensor) -> Layout | None:
+        """The layout in which a style has handed out this very local tensor."""
+        return getattr(x, "_tp2d_handed", (None, None))[1]
+
+    def check_handed(self, x: Tensor, declared: Layout, module: nn.Module) -> None:
+        """Refuse a local tensor that a style has handed out in another layout than is declared.
+
+        Raises:
+            ValueError: if it is; every rank sees the same.
+        """
+        handed = self.handed(x)
+        if handed is None:
+            return
+        handed, declared = normalize(handed, x.ndim), normalize(declared, x.ndim)
+        pairs = zip((self.row, self.col), handed, declared, strict=True)
+        if any(axis.size > 1 and have != want for axis, have, want in pairs):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.mesh)} takes a local "
+                f"tensor in layout {declared}, but the module before it hands on one of shape "
+                f"{tuple(x.shape)} in layout {handed}: give one of them the other's input_layouts "
+                f"or output_layouts (PrepareModuleInput gathers for several), or hand on a "
+                f"DTensor, which knows its own: use_local_output=False"
+            )
 
     def tokens_of(self, x: Tensor) -> Sizes | None:
         """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way."""
@@ -269,7 +294,7 @@ class Grid:
         dim = self._empty_here(self.tokens_of(x), x.ndim, layout)
         if dim is None:
             return x
-        return _with_sizes(x.narrow(dim, 0, 0), self.sizes_of(x))
+        return _handed(x.narrow(dim, 0, 0), self.sizes_of(x), layout)
 
     def with_stand_in(self, x: Tensor, layout: Layout, sizes: Sizes | None) -> Tensor:
         """A local tensor for the user's code between two styles.
@@ -290,7 +315,7 @@ class Grid:
             shape = list(x.shape)
             shape[dim] = 1
             x = torch.cat([x, x.new_zeros(shape)], dim)
-        return _with_sizes(x, sizes)
+        return _handed(x, sizes, layout)
 
     def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:
         for axis in cuts:
@@ -384,9 +409,8 @@ class Grid:
         return axis.split(extent)
 
 
-def _with_sizes(x: Tensor, sizes: Sizes | None) -> Tensor:
-    if sizes is not None:
-        x._tp2d_sizes = sizes  # type: ignore[attr-defined]
+def _handed(x: Tensor, sizes: Sizes | None, layout: Layout) -> Tensor:
+    x._tp2d_handed = sizes, layout  # type: ignore[attr-defined]
     return x
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -40,6 +41,7 @@ __all__ = [
     "check_row_dim",
     "chunk_sizes",
     "feature_layout",
+    "is_pair",
     "nested_chunk_sizes",
     "normalize",
     "reduced",
@@ -125,6 +127,11 @@ def as_layout(
             f"Placements, but got {value!r}"
         )
     return pair
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a user gave a layout in full, for both axes."""
+    return not isinstance(value, Placement | None) and len(tuple(value)) == 2
 
 
 def normalize(layout: Layout, ndim: int) -> Layout:

@@ -140,6 +140,9 @@ class _LocalRunner(Runner):
         x = next(tensors, None)
         if x is None or isinstance(x, DTensor):
             return False
+        handed = self.grid.handed(x)
+        if handed is not None:
+            return isinstance(handed[1], Shard)
         if self.surroundings.sees_heads(module, x):
             return True
         if self.surroundings.split:

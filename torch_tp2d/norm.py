@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from .base import GridStyle, LayoutLike, Runner, local_shards
 from .edges import enter, leave
 from .grid import Grid
-from .layouts import Layout, as_layout, check_row_dim, feature_layout
+from .layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
 from .ops.norm import norm2d
 from .recognise import norm_of
 from .runtime.ahead import Ready, take_up
@@ -75,6 +75,7 @@ class Norm2D(GridStyle):
         default = feature_layout(row_dim)
         self.row_dim = row_dim
         self.input_layouts = as_layout(input_layouts, default, row=default[0])
+        self.certain = is_pair(input_layouts)
         # The placements of a hidden dim, in 2, 3 or more dims or in the three that are usual.
         hidden = (Shard(-1), Shard(2))
         self.transposed = self.input_layouts[0] in hidden and self.input_layouts[1] not in hidden
@@ -109,7 +110,7 @@ class _NormRunner(Runner):
         self.grid = grid
         self.row_dim = style.row_dim
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
-        self.blocks = style.blocks
+        self.blocks, self.certain = style.blocks, style.certain
         self.hidden_axis, across = (
             (grid.row, grid.col) if style.transposed else (grid.col, grid.row)
         )
@@ -123,7 +124,17 @@ class _NormRunner(Runner):
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
-        x = enter(x, self.declared, self.blocks, self.grid, self.row_dim, hidden, whole_grad=True)
+        x = enter(
+            x,
+            self.declared,
+            self.blocks,
+            self.grid,
+            self.row_dim,
+            hidden,
+            whole_grad=True,
+            module=module,
+            certain=self.certain,
+        )
         ready = take_up(module, self.prepare, self.grid.context)
         weight, bias = ready.weight, ready.bias
         if weight is not None and self.norm.weight_offset:

@@ -247,7 +247,7 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
             f"{describe_module(entry.module)} projects into {out // head} heads of {head}, which "
             f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "
             f"{grid.col.name} divides {out // head}, or the styles of attention_projections() with "
-            f"Attention2D, or use_local_output=False"
+            f"Attention2D, or use_local_output=False; if it projects out of heads, Block2DParallel"
         )
 
 
@@ -421,9 +421,9 @@ def _surroundings(name: str, entries: list[_Entry]) -> Surroundings:
             if not is_of_features(takes):
                 widths.add(in_features)
                 inputs |= {takes} & _STREAMS
-            if not is_of_features(gives):
+            if isinstance(style, Rowwise2D) and not is_of_features(gives):
                 widths.add(out_features)
-                streams |= {gives} & _STREAMS if isinstance(style, Rowwise2D) else set()
+                streams |= {gives} & _STREAMS
             shares = style.grad_layouts is not None and style.grad_layouts[1].is_partial()
             beside = entry.name.rpartition(".")[0] in around[-2:]
             if beside and style.use_local_output and (is_of_features(gives) or shares):

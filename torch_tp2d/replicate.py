@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .base import GridStyle, LayoutLike, Runner, local_shards
 from .comm import Axis
-from .edges import to_dtensor
+from .edges import refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner
 from .grid import Grid, describe_mesh
-from .layouts import Layout, as_layout, check_row_dim, normalize
+from .layouts import Layout, as_layout, check_row_dim, is_pair, normalize
 from .recognise import describe_module, is_embedding
 from .runtime.ahead import Ready, take_up
 from .runtime.context import Context
@@ -111,6 +111,7 @@ class Replicate(GridStyle):
             self.output_layouts,
             self.use_local_output,
             surroundings=self.surroundings,
+            certain=is_pair(self.given_layouts[0]),
         )
         runner.by_default = self.by_default
         return runner
@@ -143,8 +144,9 @@ class WholeRunner(Runner):
         *,
         enforce_input: bool = False,
         surroundings: Surroundings = UNKNOWN,
+        certain: bool = False,
     ) -> None:
-        self.style = style
+        self.style, self.certain = style, certain
         self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
         self.surroundings = surroundings
         self.locally = _local_math(module)
@@ -164,8 +166,14 @@ class WholeRunner(Runner):
             if self.surroundings.sees_heads(module, x):
                 return run_locally(module, _own(module), forward, args, kwargs, self.grid)
             if declared is None:
+                declared = self.grid.handed(x)
+            else:
+                self.grid.check_handed(x, declared, module)
+            if declared is None:
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
+            if not self.certain:
+                refuse_one_input_for_all_rows(x, declared, module, self.grid)
             if self.wanted is None and self._takes_tokens(x, declared):
                 x = self.grid.without_stand_in(x, declared)
                 shape = self.grid.shape_of(x, declared)
@@ -184,6 +192,11 @@ class WholeRunner(Runner):
             if tuple(x.placements) != tuple(placements):
                 x = x.redistribute(placements=placements)
         layout = self.grid.layout(x, self.row_dim)
+        if isinstance(module, nn.RMSNorm) and not self._takes_tokens(x, layout):
+            raise ValueError(
+                f"{self.here} was given a DTensor of shape {tuple(x.shape)} placed {layout}, whose "
+                f"features are split: use torch_tp2d.Norm2D for a norm of split features"
+            )
         if self._takes_tokens(x, layout):
             y = self._locally(module, x.to_local(), layout)
             y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))

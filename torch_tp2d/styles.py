@@ -269,6 +269,7 @@ class _LinearRunner(Runner):
         self.in_features, self.out_features = in_features, out_features
         self.parts, self.out_dim = style.parts, int(transposed)
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
+        self.certain = layouts.is_pair(style.given_layouts[0])
         self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.op = LinearOp(
             algorithm=algorithm,
@@ -325,6 +326,8 @@ class _LinearRunner(Runner):
             self.row_dim,
             self.in_features,
             arriving=self.in_rounds,
+            module=module,
+            certain=self.certain,
         )
         have, op = self.result, self._op(tokens)
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
@@ -395,6 +398,7 @@ class _StationaryRunner(Runner):
         self.in_features, self.out_features = in_features, out_features
         self.parts = style.parts
         self.declared, self.wanted_out = style.input_layouts, style.output_layouts
+        self.certain = layouts.is_pair(style.given_layouts[0])
         self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.operand, self.result = style.rule.stationary_input, style.rule.stationary_output
         self.op = StationaryOp(
@@ -407,7 +411,16 @@ class _StationaryRunner(Runner):
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         sizes = self.grid.sizes_of(x)
-        x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
+        x = enter(
+            x,
+            self.declared,
+            self.operand,
+            self.grid,
+            self.row_dim,
+            self.in_features,
+            module=module,
+            certain=self.certain,
+        )
         weight, bias = local_shards(module.weight, module.bias)
         y = stationary2d(x, weight, bias, self.op)
         y = leave(

@@ -51,13 +51,7 @@ class Surroundings:
         Those that are whole on every rank, as they do not divide, are used by each rank for queries
         of its own: what comes back of them are shares too.
         """
-        width = _width_of(module)
-        return (
-            self.in_attention
-            and x.ndim == 4
-            and x.shape[-1] == width
-            and width not in (self.widths or ())
-        )
+        return self.in_attention and x.ndim == 4 and x.shape[-1] == _width_of(module)
 
     def check_features(self, owner: str, module: nn.Module, x: Tensor, grid: Grid) -> None:
         """Refuse a tensor of which the plan does not tell that its features are whole.

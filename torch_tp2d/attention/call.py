@@ -168,11 +168,12 @@ class Call:
         sizes, key_sizes = row.split(queries), row.split(keys)
         here = sizes[row.index]
         for name, x, length, expected in (
-            ("query", query, queries, max(1, here)),
-            ("key", key, keys, keys if whole else max(1, key_sizes[row.index])),
-            ("value", value, keys, keys if whole else max(1, key_sizes[row.index])),
+            ("query", query, queries, here),
+            ("key", key, keys, keys if whole else key_sizes[row.index]),
+            ("value", value, keys, keys if whole else key_sizes[row.index]),
         ):
-            if x.shape[SEQUENCE] != expected:
+            # One token may stand in for none, see Grid.with_stand_in.
+            if x.shape[SEQUENCE] not in (expected, expected or 1):
                 raise self.refuse(
                     f"attention was called with a {name} of shape {tuple(x.shape)}, but this "
                     f"row's part of a sequence of {length} is {expected} long: caches of past "
@@ -194,6 +195,7 @@ class Call:
                 )
             mask = self._mask(mask, sizes, keys, heads)
         # What stands in for a row without tokens, see Grid.with_stand_in.
+        stands_in = not here and query.shape[SEQUENCE]
         if not here:
             query = query.narrow(SEQUENCE, 0, 0)
         if not key_sizes[row.index] and not whole:
@@ -237,7 +239,7 @@ class Call:
             else:
                 out = gathered(query, key, value, mask, spec, whole=whole, drop=drop)
             out = _whole_heads(out, heads)
-        if not here:
+        if stands_in:
             stand_in = out.new_zeros(*out.shape[:2], 1, out.shape[3])
             out = torch.cat([out, stand_in], SEQUENCE)
         return out

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -57,6 +58,8 @@ class Context:
         """Inputs that were gathered, for others that are given the same tensor."""
         self.twins = Kept()
         """What styles take in the place of an input that was gathered for a module around them."""
+        self.compared: WeakSet[nn.Module] = WeakSet()
+        """Modules whose inputs from outside were compared over the rows."""
         self.backwards: dict[int, Backward] = {}
         """The backward passes that run, by autograd's number of them."""
 

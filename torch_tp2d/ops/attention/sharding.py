@@ -25,7 +25,9 @@ def _alike(inputs: int, outputs: int, mask: Any, query: Any) -> list[Any]:
     A sequence that is split is refused, as by DTensor without this rule. To gather it would be
     right for DTensors and wrong for ``context_parallel``, which has them mean the ring.
     """
-    if any(isinstance(p, Shard) and p.dim not in (_BATCH, _HEADS) for p in query.placements):
+    axes = zip(query.placements, query.mesh.shape, strict=True)
+    # A view may leave an axis of one rank with another dim, which it does not split.
+    if any(isinstance(p, Shard) and p.dim not in (_BATCH, _HEADS) and n > 1 for p, n in axes):
         raise NotImplementedError(
             f"attention on a CPU with a query placed {tuple(query.placements)}: only batch and "
             f"heads may be split, as (batch, heads, sequence, features) has them"
