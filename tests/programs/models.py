@@ -88,7 +88,8 @@ class AttentionBody(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            y.view(*y.shape[:2], -1, self.head_dim) for y in (self.q(x), self.k(x), self.v(x))
+            y.view(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim)
+            for y in (self.q(x), self.k(x), self.v(x))
         )
         q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
         y = F.scaled_dot_product_attention(
@@ -203,10 +204,10 @@ class Plan:
             how, out = model.head.how, model.head.out
             if model.head.tied:
                 assert model.embed is not None
-                stock = model.embed.style.startswith("stock")
+                stock = model.embed.style.startswith("stock") and stream in _SIMPLE
                 other = "rowwise" if model.embed.style.endswith("colwise") else "colwise"
                 how = replace(how, style=f"stock_{other}" if stock else other)
-            if how.style.startswith("stock") and out == "everywhere":
+            if layout in _SIMPLE and how.style.startswith("stock") and out == "everywhere":
                 out = "whole"
             layout, local = self._linear("head", how, layout, out, how.local)
         self.out, self.local = layout, local
@@ -223,15 +224,16 @@ class Plan:
                                     ("positions", embed.positions, own)):
             if not style:
                 continue
-            if style.startswith("stock") and (model.stream not in _SIMPLE or model.row_dim):
+            if model.stream not in _SIMPLE:
                 style = style.removeprefix("stock_")
             if style.startswith("stock"):
                 kind: Any = RowwiseParallel if style == "stock_rowwise" else ColwiseParallel
-                self.entries[name] = kind(
+                stock = kind(
                     input_layouts=Replicate(),
                     output_layouts=layout[1],
                     use_local_output=model.local,
                 )
+                self.entries[name] = Lifted(stock, row_dim=1) if model.row_dim else stock
                 continue
             kind = {"rowwise": Rowwise2D, "colwise": Colwise2D, "replicate": torch_tp2d.Replicate}
             self.entries[name] = kind[style](
@@ -253,6 +255,9 @@ class Plan:
             # Nothing tells such a norm how its local input lies.
             if layout == "features" or (layout == "tokens" and model.embed is None):
                 style = "declared"
+        if style in ("declared", "replicate") and layout == "features" and norm.kind == "rms":
+            # torch's own RMSNorm on a DTensor that is split by features is an error of torch's.
+            style = "norm2d"
         if style == "norm2d":
             out = norm.out if layout not in ("hidden", "flat") or norm.out != "features" else layout
             self.entries[name] = Norm2D(
