@@ -48,7 +48,9 @@ def check(program: Program, worlds: Worlds) -> None:
 
     small = shrink(program, fails, simpler, SHRINKING)
     outcome = worlds.play(small, fresh=True)
-    pytest.fail(f"{outcome.kind}: {outcome.text}\n\nworlds.play(\n    {small!r}\n)\n", pytrace=False)
+    pytest.fail(
+        f"{outcome.kind}: {outcome.text}\n\nworlds.play(\n    {small!r}\n)\n", pytrace=False
+    )
 
 
 def _run(worlds: Worlds, grids: tuple[tuple[int, int], ...], count: int) -> None:

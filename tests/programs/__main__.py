@@ -58,8 +58,10 @@ def main() -> None:
                 kinds.setdefault("refused: " + outcome.text[:60], []).append((program, outcome))
             if outcome.failed:
                 if outcome.signature not in kinds:
-                    print(f"\n--- {drawn}: {outcome.signature}\n{program!r}\n{outcome.text}",
-                          flush=True)
+                    print(
+                        f"\n--- {drawn}: {outcome.signature}\n{program!r}\n{outcome.text}",
+                        flush=True,
+                    )
                 kinds.setdefault(outcome.signature, []).append((program, outcome))
 
         draw()
@@ -77,8 +79,9 @@ def main() -> None:
 
                 small = shrink(program, fails, simpler, options.shrink)
                 again = worlds.play(small, fresh=True)
-                print(f"\n--- {kind} ({len(found)})\n{small!r}\n{again.kind} {again.text}",
-                      flush=True)
+                print(
+                    f"\n--- {kind} ({len(found)})\n{small!r}\n{again.kind} {again.text}", flush=True
+                )
 
 
 if __name__ == "__main__":

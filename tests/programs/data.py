@@ -128,8 +128,9 @@ class Op(_Brief):
 
     ==============  =========================================================================
     forward         ``model``, ``size`` (batch and sequence; sequence 0: ``[batch, hidden]``),
-                    ``learns``: whether the input does; ``mode``: train, no_grad, inference, raise (in block
-                    ``index``), full or selective (checkpointing), chain (model 1 of model 0);
+                    ``learns``: whether the input does; ``mode``: train, no_grad, inference, raise (in
+                    block ``index``), full or selective (checkpointing), chain (model 1 of model
+                    0);
                     ``skip`` and ``twice``: blocks; ``again``: "" for a fresh input, same, or the
                     last one refilled by data, copy or local; ``loss``: local, full or entropy
     backward        of the oldest pending forward, or (``last``) the newest; ``retain``
@@ -177,8 +178,11 @@ class Program(_Brief):
 def simpler(value: Any) -> Any:
     """Programs a little simpler than this one, the boldest first."""
     if isinstance(value, tuple) and not all(isinstance(item, int) for item in value):
-        for start in range(len(value)):
-            yield value[:start] + value[start + 1 :]
+        size = len(value)
+        while size:
+            for start in range(0, len(value), size):
+                yield value[:start] + value[start + size :]
+            size //= 2
         for place, item in enumerate(value):
             for less in simpler(item):
                 yield value[:place] + (less,) + value[place + 1 :]

@@ -42,9 +42,7 @@ def _norms(stream: str) -> Any:
     return st.none() | st.builds(
         Norm,
         kind=st.sampled_from(("layer", "rms")),
-        style=st.sampled_from(
-            ("unnamed", "replicate", "declared", "sequence", "norm2d", "local")
-        ),
+        style=st.sampled_from(("unnamed", "replicate", "declared", "sequence", "norm2d", "local")),
         out=st.sampled_from(("whole", "tokens", "features") if stream != "flat" else ("whole",)),
         bias=_bool,
         local=_mostly(True, False),
@@ -124,12 +122,16 @@ def _models(draw: Any, embeds: bool) -> Model:
 
 
 _index = st.integers(0, 6)
-_forward = st.builds(
-    Op,
+
+
+def _forwards(*modes: str) -> Any:
+    return st.builds(Op, **_forward_fields, mode=_mostly(*modes))
+
+
+_forward_fields: Any = dict(
     what=st.just("forward"),
     model=_mostly(0, 1),
     size=st.tuples(st.sampled_from((2, 4, 3, 1, 5)), st.sampled_from((4, 8, 3, 5, 1, 2, 0))),
-    mode=_mostly("train", "no_grad", "inference", "raise", "full", "selective", "chain"),
     skip=_mostly((), (0,), (1,), (0, 1)),
     twice=_mostly((), (0,), (1,)),
     again=_mostly("", "same", "data", "copy", "local"),
@@ -137,6 +139,8 @@ _forward = st.builds(
     loss=st.sampled_from(("local", "full", "entropy")),
     index=_index,
 )
+_training = _forwards("train", "full", "selective", "chain")
+_forward = _forwards("train", "no_grad", "inference", "raise", "full", "selective", "chain")
 _backward = st.builds(
     Op,
     what=_mostly("backward", "grad"),
@@ -176,8 +180,8 @@ def programs(draw: Any, grids: tuple[tuple[int, int], ...] = GRIDS) -> Program:
     models = [draw(_models(embeds))]
     if draw(_mostly(False, True)):
         models.append(draw(_models(embeds)))
-    step = st.one_of(_forward, _backward, _backward, _other)
-    use = (draw(_forward), *draw(st.lists(step, min_size=1, max_size=10)), Op("backward"))
+    steps = st.lists(st.one_of(_forward, _backward, _backward, _other), max_size=10)
+    use = (draw(_forward), *draw(steps), draw(_training), Op("backward", last=True))
     return Program(
         grid=draw(st.sampled_from(grids)),
         models=tuple(models),

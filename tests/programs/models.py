@@ -92,9 +92,7 @@ class AttentionBody(nn.Module):
             for y in (self.q(x), self.k(x), self.v(x))
         )
         q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=self.causal, enable_gqa=self.groups
-        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.groups)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -135,8 +133,9 @@ class Net(nn.Module):
             x = self.embed(x)
             if self.positions is not None:
                 x = x + self.positions(torch.arange(length))
-        skip, twice = ({index % count for index in which} if count else {} for which in
-                       (op.skip, op.twice))
+        skip, twice = (
+            {index % count for index in which} if count else {} for which in (op.skip, op.twice)
+        )
         for index, block in enumerate(self.blocks):
             for _ in range(1 + (index in twice)):
                 if index in skip:
@@ -217,11 +216,11 @@ class Plan:
         assert embed is not None
         out = pair(model.stream, model.row_dim)
         # Positions have no batch: what splits the sequence splits their first dim.
-        own = tuple(
-            Replicate() if p == Shard(0) else Shard(0) if p == Shard(1) else p for p in out
-        )
-        for name, style, layout in (("embed", embed.style, out),
-                                    ("positions", embed.positions, own)):
+        own = tuple(Replicate() if p == Shard(0) else Shard(0) if p == Shard(1) else p for p in out)
+        for name, style, layout in (
+            ("embed", embed.style, out),
+            ("positions", embed.positions, own),
+        ):
             if not style:
                 continue
             if model.stream not in _SIMPLE:
@@ -351,9 +350,7 @@ class Plan:
         oblong = self.grid[0] != self.grid[1]
         return "summa" if algorithm in ("bmr", "cannon") and oblong else algorithm
 
-    def _linear(
-        self, name: str, how: How, layout: str, out: str, local: bool
-    ) -> tuple[str, bool]:
+    def _linear(self, name: str, how: How, layout: str, out: str, local: bool) -> tuple[str, bool]:
         """Adds a Linear's style; the layout that it hands on, and whether as local tensors."""
         row_dim, style = self.model.row_dim, how.style
         given, wanted = pair(layout, row_dim), pair(out, row_dim)
@@ -368,9 +365,7 @@ class Plan:
             return out, local
         if style.startswith("stock") and simple:
             kind: Any = ColwiseParallel if style == "stock_colwise" else RowwiseParallel
-            stock = kind(
-                input_layouts=given[1], output_layouts=wanted[1], use_local_output=local
-            )
+            stock = kind(input_layouts=given[1], output_layouts=wanted[1], use_local_output=local)
             self.entries[name] = Lifted(stock, row_dim=1) if row_dim else stock
             return out, local
         kind = {"rowwise": Rowwise2D, "stock_rowwise": Rowwise2D, "block": Block2DParallel}.get(

@@ -47,8 +47,9 @@ class Outcome(NamedTuple):
             return f"wrong: {what}"
         if self.kind in ("error", "uneven"):
             lines = [line for line in self.text.splitlines() if line.strip()]
-            error = next((x for x in reversed(lines) if re.match(r"\w[\w.]*(Error|Exception)", x)),
-                         lines[-1])
+            error = next(
+                (x for x in reversed(lines) if re.match(r"\w[\w.]*(Error|Exception)", x)), lines[-1]
+            )
             places = re.findall(r'File ".*?/(torch_tp2d/[^"]*)", line \d+, in (\w+)', self.text)
             return f"{self.kind}: {re.sub(r'[0-9]+', '#', error)[:90]} {places[-1:]}"
         places = re.findall(r'File ".*?/(torch_tp2d/[^"]*)", line \d+ in (\w+)', self.text)
@@ -96,8 +97,13 @@ class _Ranks:
             here, there = _server.Pipe()
             process = _server.Process(
                 target=_rank,
-                args=(rank, size, os.path.join(self.folder.name, "store"), self._stacks(rank),
-                      there),
+                args=(
+                    rank,
+                    size,
+                    os.path.join(self.folder.name, "store"),
+                    self._stacks(rank),
+                    there,
+                ),
                 daemon=True,
             )
             process.start()

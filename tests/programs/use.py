@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from typing import Any
 
@@ -125,8 +126,9 @@ class _Player:
             if not error <= TOLERANCE * scale:
                 self.wrong.append(f"{self.now}: {what} is off by {error / scale:.2g}")
 
-    def _compare_dtensor(self, what: str, ours: Tensor | None, wanted: Tensor | None,
-                         placements: Any = None) -> None:
+    def _compare_dtensor(
+        self, what: str, ours: Tensor | None, wanted: Tensor | None, placements: Any = None
+    ) -> None:
         """Compare what is a DTensor, or None, on the grid."""
         if (ours is None) != (wanted is None):
             self.wrong.append(f"{self.now}: {what} is {ours if ours is None else 'a tensor'}")
@@ -231,8 +233,6 @@ class _Player:
             # Each run of a hooked block changes its weight, under graphs that were made before.
             self._forget(*sides)
             op = _with(op, twice=(), mode=op.mode if op.mode in ("no_grad", "raise") else "train")
-            if sides[0] is sides[-1]:
-                op = _with(op, mode=op.mode)
         alone, ours = self._input(sides[0], op)
         inputs = alone, ours
         if op.mode == "inference" and any(_on_dtensors(side.model) for side in sides):
@@ -262,7 +262,10 @@ class _Player:
         first, second = self.sides
         width = first.model.head.features if first.model.head else first.model.hidden
         return second.model.embed is None and (
-            first.plan.out, first.plan.local, first.model.row_dim, width
+            first.plan.out,
+            first.plan.local,
+            first.model.row_dim,
+            width,
         ) == (second.model.stream, second.model.local, second.model.row_dim, second.model.hidden)
 
     def _losses(
@@ -384,7 +387,7 @@ class _Player:
 
     def swap(self, op: Op) -> None:
         side = self._side(op)
-        for name, alone, ours in side.chosen(op.index):
+        for _, alone, ours in side.chosen(op.index):
             for module, param in ((side.alone, alone), (side.net, ours)):
                 owners = [
                     (owner, attribute)
@@ -446,8 +449,6 @@ def _on_dtensors(model: Model) -> bool:
 
 
 def _with(op: Op, **changes: Any) -> Op:
-    import dataclasses
-
     return dataclasses.replace(op, **changes)
 
 
