@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 
@@ -29,7 +30,10 @@ def main() -> None:
     parser.add_argument("--deep", action="store_true", help="grids of up to 9 ranks")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds for each kind")
     parser.add_argument(
-        "--without", nargs="*", default=[], help="skip programs that have one of these in print"
+        "--without",
+        nargs="*",
+        default=[],
+        help="skip programs in whose repr one of these patterns is",
     )
     options = parser.parse_args()
     _server.set_forkserver_preload(["preload"])
@@ -50,7 +54,7 @@ def main() -> None:
         @hypothesis.given(strategy)
         def draw(program: Program) -> None:
             nonlocal drawn
-            if any(word in repr(program) for word in options.without):
+            if any(re.search(pattern, repr(program)) for pattern in options.without):
                 return
             drawn += 1
             outcome = worlds.play(program)

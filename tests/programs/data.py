@@ -128,8 +128,8 @@ class Op(_Brief):
 
     ==============  =========================================================================
     forward         ``model``, ``size`` (batch and sequence; sequence 0: ``[batch, hidden]``),
-                    ``learns``: whether the input does; ``mode``: train, no_grad, inference, raise (in
-                    block ``index``), full or selective (checkpointing), chain (model 1 of model
+                    ``learns``: whether the input does; ``mode``: train, no_grad, inference, raise
+                    (in block ``index``), full or selective (checkpointing), chain (model 1 of model
                     0);
                     ``skip`` and ``twice``: blocks; ``again``: "" for a fresh input, same, or the
                     last one refilled by data, copy or local; ``loss``: local, full or entropy

@@ -254,7 +254,7 @@ class Plan:
             # Nothing tells such a norm how its local input lies.
             if layout == "features" or (layout == "tokens" and model.embed is None):
                 style = "declared"
-        if style in ("declared", "replicate") and layout == "features" and norm.kind == "rms":
+        if style != "norm2d" and layout == "features" and norm.kind == "rms":
             # torch's own RMSNorm on a DTensor that is split by features is an error of torch's.
             style = "norm2d"
         if style == "norm2d":
@@ -309,6 +309,9 @@ class Plan:
         model, columns, plan = self.model, self.grid[1], block.plan
         row_dim = model.row_dim
         if row_dim or block.heads % columns or block.kv_heads % columns:
+            plan = "attention2d"
+        elif plan == "dtensor" and block.kv_heads == 1:
+            # A view of split features as one head and its features leaves these split.
             plan = "attention2d"
         over_heads = Shard(2)
         if plan == "attention2d":
