@@ -45,6 +45,8 @@ class Outcome(NamedTuple):
             first = self.text.splitlines()[0]
             what = re.sub(r"blocks\.\d+|\d[\d.e+-]*", "#", first.rpartition("): ")[2])
             return f"wrong: {what}"
+        if self.kind == "refused":
+            return f"refused: {self.text[:80]}"
         if self.kind in ("error", "uneven"):
             lines = [line for line in self.text.splitlines() if line.strip()]
             error = next(

@@ -426,6 +426,9 @@ class _Player:
     def deepcopy(self, op: Op) -> None:
         side = self._side(op)
         side.alone, side.net = copy.deepcopy(side.alone), copy.deepcopy(side.net)
+        for module in (side.alone, side.net):
+            # A copy of a DTensor takes the gradient along, that of a plain parameter does not.
+            module.zero_grad()
 
     def save(self, op: Op) -> None:
         side = self._side(op)
