@@ -16,6 +16,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import world
+
 from .data import Program
 
 __all__ = ["Outcome", "Worlds"]
@@ -24,6 +26,7 @@ HANGS = 20.0
 """Seconds after which a program is taken to hang."""
 
 _server = mp.get_context("forkserver")
+world.preload("programs.use")
 
 REFUSED: tuple[str, ...] = ()
 """What of a program's errors says that it has no business to run, as patterns."""
@@ -78,6 +81,7 @@ def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> No
             world_size=size,
             timeout=timedelta(seconds=4 * HANGS),
         )
+        pipe.send("ready")
         while True:
             program = pipe.recv()
             try:
@@ -112,6 +116,10 @@ class _Ranks:
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
+        for pipe in self.pipes:
+            if not pipe.poll(world.TIMEOUT):
+                raise TimeoutError(f"{size} ranks did not start in {world.TIMEOUT} s")
+            pipe.recv()
 
     def _stacks(self, rank: int) -> str:
         return os.path.join(self.folder.name, f"stack{rank}")
