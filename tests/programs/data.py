@@ -140,7 +140,7 @@ class Op(_Brief):
     zero            ``how``: none or zeros
     freeze, thaw    parameter ``index`` of ``model``; all of them with index -1
     swap            parameter ``index`` for a new nn.Parameter
-    change          parameter ``index`` by ``how``: copy, data, local, foreach, out (of a new .data)
+    change          parameter ``index`` by ``how``: copy, data, local or foreach
     hook            a forward pre-hook on block ``index`` that changes its first weight's data
     deepcopy        the model goes on as its copy
     save, load      a state dict, in memory

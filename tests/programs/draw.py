@@ -169,7 +169,7 @@ _other = st.one_of(
         what=_mostly("change", "hook"),
         model=_mostly(0, 1),
         index=st.integers(-1, 12),
-        how=st.sampled_from(("copy", "data", "local", "foreach", "out")),
+        how=st.sampled_from(("copy", "data", "local", "foreach")),
     ),
 )
 

@@ -469,8 +469,6 @@ def _call(net: Net, op: Op, x: Tensor) -> tuple[Any, bool]:
 def _change(param: Any, how: str) -> None:
     if how == "data":
         param.data.mul_(1.1)
-    elif how == "out":
-        param.data = param.data * 1.1
     else:
         with torch.no_grad():
             if how == "foreach":
