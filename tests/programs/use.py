@@ -189,6 +189,9 @@ class _Player:
         needs = needs or any(getattr(block, "between", "") == "tokens" for block in model.blocks)
         needs = needs or (model.head is not None and model.head.out == "tokens")
         size = batch, min(max(sequence, int(needs or attends)), LONGEST)
+        if _on_dtensors(model):
+            # Documented: DTensor's own operations do not keep rows without samples apart.
+            size = max(self.mesh.size(0), size[0]), size[1]
         if model.embed is not None and model.embed.positions and not model.local:
             # DTensor cannot drop a split dim of size 1 again, in the gradient of what was added.
             size = max(2, size[0]), max(2, size[1])
