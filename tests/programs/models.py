@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -313,7 +314,8 @@ class Plan:
         elif plan == "dtensor" and block.kv_heads == 1:
             # A view of split features as one head and its features leaves these split.
             plan = "attention2d"
-        over_heads = Shard(2)
+        over_queries: Placement = Shard(2)
+        over_keys: Placement = Shard(2)
         if plan == "attention2d":
             self.entries[name] = Attention2D(
                 row_dim=row_dim,
@@ -330,13 +332,16 @@ class Plan:
                 algorithm=self._algorithm(block.up.algorithm),
             )
             self.entries |= {f"{name}.q": q, f"{name}.k": kv, f"{name}.v": kv, f"{name}.o": o}
+            # What does not divide is whole in the module.
             if block.heads % columns:
-                over_heads = Replicate()
+                over_queries = over_keys = Replicate()
+            elif block.kv_heads % columns:
+                over_keys = Replicate()
         else:
             layout = self._prepare(name, block, layout)
             between = "whole" if plan == "whole" else "features"
             if plan == "whole":
-                over_heads = Replicate()
+                over_queries = over_keys = Replicate()
             up = block.up
             if up.style in ("replicate", "local") and (plan != "whole" or layout != "whole"):
                 up = replace(up, style="colwise")
@@ -344,10 +349,10 @@ class Plan:
                 self._linear(f"{name}.{part}", up, layout, between, plan != "dtensor")
             self._linear(f"{name}.o", block.down, between, model.stream, model.local)
         if block.qk_norm == "declared":
-            heads = torch_tp2d.Replicate(
-                input_layouts=(Shard(row_dim), over_heads), row_dim=row_dim
-            )
-            self.entries |= {f"{name}.q_norm": heads, f"{name}.k_norm": heads}
+            for part, over in (("q", over_queries), ("k", over_keys)):
+                self.entries[f"{name}.{part}_norm"] = torch_tp2d.Replicate(
+                    input_layouts=(Shard(row_dim), over), row_dim=row_dim
+                )
 
     def _algorithm(self, algorithm: str) -> str:
         oblong = self.grid[0] != self.grid[1]

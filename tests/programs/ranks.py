@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing as mp
 import os
 import re
@@ -73,6 +74,8 @@ def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> No
     from .use import play
 
     torch.set_num_threads(1)
+    # Warnings that two axes are gathered one after the other.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # Ranks collect garbage at different times: where a program says so, and in between.
     gc.disable()
     with open(stacks, "w") as file:
