@@ -1,0 +1,246 @@
+"""Ranks that run one program after the other, and are made anew only after a failure."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import multiprocessing as mp
+import os
+import re
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import world
+
+from .data import Program
+
+__all__ = ["Outcome", "Worlds"]
+
+HANGS = 20.0
+"""Seconds after which a program is taken to hang."""
+
+_server = mp.get_context("forkserver")
+world.preload("programs.use")
+
+REFUSED: tuple[str, ...] = (
+    # A module without a declared layout, where heads or features may be split: to be asked for.
+    "the plan does not tell its layout",
+)
+"""What of a program's errors says that it has no business to run, as patterns."""
+
+
+class Outcome(NamedTuple):
+    kind: str
+    """right, refused, wrong, error, uneven (an error on some ranks only) or hang."""
+    text: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("right", "refused")
+
+    @property
+    def signature(self) -> str:
+        """What two failures of one cause have in common, more or less."""
+        if self.kind == "wrong":
+            first = self.text.splitlines()[0]
+            what = re.sub(r"blocks\.\d+|\d[\d.e+-]*", "#", first.rpartition("): ")[2])
+            return f"wrong: {what}"
+        if self.kind == "refused":
+            return f"refused: {self.text[:80]}"
+        if self.kind in ("error", "uneven"):
+            lines = [line for line in self.text.splitlines() if line.strip()]
+            error = next(
+                (x for x in reversed(lines) if re.match(r"\w[\w.]*(Error|Exception)", x)), lines[-1]
+            )
+            places = re.findall(r'File ".*?/(torch_tp2d/[^"]*)", line \d+, in (\w+)', self.text)
+            return f"{self.kind}: {re.sub(r'[0-9]+', '#', error)[:90]} {places[-1:]}"
+        places = re.findall(r'File ".*?/(torch_tp2d/[^"]*)", line \d+ in (\w+)', self.text)
+        return f"{self.kind}: {places[:1]}"
+
+
+def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from torch_tp2d.groups import BACKEND
+
+    from .use import play
+
+    torch.set_num_threads(1)
+    # Warnings that two axes are gathered one after the other.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    # Ranks collect garbage at different times: where a program says so, and in between.
+    gc.disable()
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        dist.init_process_group(
+            BACKEND,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=4 * HANGS),
+        )
+        pipe.send("ready")
+        while True:
+            program = pipe.recv()
+            try:
+                answer: Any = ("done", play(program))
+            except BaseException as error:
+                answer = ("raised", type(error).__name__, traceback.format_exc())
+            gc.collect()
+            pipe.send(answer)
+
+
+class _Ranks:
+    """One process group."""
+
+    def __init__(self, size: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            here, there = _server.Pipe()
+            process = _server.Process(
+                target=_rank,
+                args=(
+                    rank,
+                    size,
+                    os.path.join(self.folder.name, "store"),
+                    self._stacks(rank),
+                    there,
+                ),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            if not pipe.poll(world.TIMEOUT):
+                raise TimeoutError(f"{size} ranks did not start in {world.TIMEOUT} s")
+            pipe.recv()
+
+    def _stacks(self, rank: int) -> str:
+        return os.path.join(self.folder.name, f"stack{rank}")
+
+    def play(self, program: Program) -> Outcome:
+        for pipe in self.pipes:
+            pipe.send(program)
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + HANGS
+        while len(answers) < len(self.pipes):
+            ready = wait(
+                [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers],
+                timeout=max(0.0, end - time.monotonic()),
+            )
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = ("raised", "Died", "the process died\nDiedError: died")
+                if answers[rank][0] == "raised":
+                    end = min(end, time.monotonic() + 4.0)
+        return self._outcome(answers)
+
+    def _outcome(self, answers: dict[int, Any]) -> Outcome:
+        raised = {rank: answer[1:] for rank, answer in answers.items() if answer[0] == "raised"}
+        if len(answers) < len(self.pipes):
+            stacks = self._hanging([r for r in range(len(self.pipes)) if r not in answers])
+            if raised:
+                return Outcome("uneven", f"rank {min(raised)}:\n{raised[min(raised)][1]}\n{stacks}")
+            return Outcome("hang", f"{sorted(answers)} answered; {stacks}")
+        if raised:
+            kinds = {kind for kind, _ in raised.values()}
+            text = min(raised.values(), key=lambda r: "closed by peer" in r[1])[1]
+            if len(raised) < len(answers) or len(kinds) > 1:
+                return Outcome("uneven", f"ranks {sorted(raised)} raised:\n{text}")
+            if kinds <= {"ValueError", "TypeError"}:
+                message = text.strip().splitlines()[-1]
+                if any(re.search(pattern, message) for pattern in REFUSED):
+                    return Outcome("refused", message)
+            return Outcome("error", text)
+        for rank, (_, wrong) in sorted(answers.items()):
+            if wrong:
+                others = [r for r, (_, lines) in answers.items() if lines]
+                return Outcome("wrong", "\n".join(wrong[:8]) + f"\n(rank {rank} of {others})")
+        return Outcome("right")
+
+    def _hanging(self, ranks: list[int]) -> str:
+        for rank in ranks:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        texts = []
+        for rank in ranks:
+            with open(self._stacks(rank)) as file:
+                lines = file.read().splitlines()
+            ours = [line for line in lines if "torch_tp2d/" in line or "programs/" in line]
+            texts.append("\n".join([f"rank {rank} is in", *lines[1:4], *ours]))
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+class Worlds:
+    """A process group for each number of ranks, made when first asked for."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, _Ranks] = {}
+
+    def play(self, program: Program, fresh: bool = False) -> Outcome:
+        """Run a program; in processes that ran no other before, if ``fresh``."""
+        size = program.grid[0] * program.grid[1]
+        if fresh:
+            self.close(size)
+        if size not in self.open:
+            self.open[size] = _Ranks(size)
+        outcome = self.open[size].play(program)
+        if outcome.kind != "right":
+            self.close(size)
+        return outcome
+
+    def close(self, size: int) -> None:
+        if size in self.open:
+            self.open.pop(size).close()
+
+    def __enter__(self) -> Worlds:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for size in list(self.open):
+            self.close(size)
+
+
+def shrink(
+    program: Program,
+    fails: Callable[[Program], bool],
+    simpler: Callable[[Any], Any],
+    seconds: float,
+) -> Program:
+    """The simplest program that still fails, as far as it is found in the time."""
+    end = time.monotonic() + seconds
+    found = True
+    while found and time.monotonic() < end:
+        found = False
+        for candidate in simpler(program):
+            if time.monotonic() > end:
+                break
+            if fails(candidate):
+                program, found = candidate, True
+                break
+    return program
