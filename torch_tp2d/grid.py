@@ -410,6 +410,10 @@ class Grid:
 
 
 def _handed(x: Tensor, sizes: Sizes | None, layout: Layout) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not on
+        # what an autograd.Function did.
+        x = x.view_as(x)
     x._tp2d_handed = sizes, layout  # type: ignore[attr-defined]
     return x
 
