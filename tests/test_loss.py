@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,13 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import world
+from marks import deep
 from models import grid_mesh
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel as stock_loss_parallel
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_tp2d import CommCounter, cross_entropy
+from torch_tp2d import CommCounter, cross_entropy, loss_parallel
 
 TOLERANCE = 1e-12
 GRIDS = [(1, 1), (2, 2), (1, 3), (3, 1), (2, 3)]
@@ -41,6 +47,7 @@ FLAT: list[Layout] = [
     (Shard(1), Shard(1)),
     (Shard(0), Shard(0)),
 ]
+REPLICATED: Layout = (Replicate(), Replicate())
 SIZES = [(4, 6, 12), (3, 5, 7), (3, 5, 2)]
 """Batch, sequence, vocabulary: even, odd, and a vocabulary smaller than the grid."""
 
@@ -327,3 +334,114 @@ def _bytes() -> None:
 def test_a_few_numbers_for_each_token_cross_the_wire() -> None:
     """A maximum and two sums (three with smoothing) for each token and axis that cuts V."""
     world.run(4, _bytes)
+
+
+def _weights(vocab: int) -> Tensor:
+    """Class weights, one of them 0."""
+    weight = _noise(vocab, seed=5).abs()
+    weight[vocab // 2] = 0.0
+    return weight
+
+
+Lines = dict[str, Callable[[Tensor, Tensor, dict[str, Any]], Tensor]]
+LINES: Lines = {
+    # The tutorial's.
+    "flatten": lambda pred, target, options: F.cross_entropy(
+        pred.flatten(0, 1), target.flatten(0, 1), **options
+    ),
+    # torchtitan's.
+    "cast": lambda pred, target, options: F.cross_entropy(
+        pred.flatten(0, 1).double(), target.flatten(0, 1), **options
+    ),
+    "view": lambda pred, target, options: F.cross_entropy(
+        input=pred.view(-1, pred.size(-1)), target=target.reshape(-1), **options
+    ),
+    "module": lambda pred, target, options: nn.CrossEntropyLoss(**options)(
+        pred.reshape(-1, pred.shape[-1]), target.view(-1)
+    ),
+    "classes in dim 1": lambda pred, target, options: F.cross_entropy(
+        pred.transpose(1, 2), target, **options
+    ),
+}
+
+
+def _contexts(rows: int, columns: int) -> dict[str, tuple[float, float]]:
+    mesh = grid_mesh(rows, columns)
+    cases = list(
+        product(
+            BATCHED,
+            LINES,
+            SIZES,
+            ("inside", "after", "flat before"),
+            ("plain", "dtensor", "local"),
+            (None, "plain", "dtensor"),
+            ("mean", "sum", "none"),
+            (0.0, 0.1),
+            (-100, 1),
+        )
+    )
+    found = {}
+    # Coprime to the number of values of each, so that all of them meet; others on each grid.
+    for case in cases[7 * rows + columns :: 487]:
+        layout, line, size, when, kind, weighted, reduction, smoothing, ignore = case
+        batch, sequence, vocab = size
+        logits, target = _noise(*size, seed=1), _target(batch, sequence, vocab, ignore)
+        options: dict[str, Any] = {
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+            "ignore_index": ignore,
+            "weight": None if weighted is None else _weights(vocab),
+        }
+        leaf = logits.clone().requires_grad_()
+        wanted = LINES[line](leaf, target, options)
+        ours_leaf = _spread(logits, mesh, layout).requires_grad_()
+        given = target
+        divides = batch % (rows * columns) == 0 == sequence % (rows * columns)
+        if kind == "dtensor":
+            given = _spread(target, mesh, _tokens(layout, 2) if divides else REPLICATED)
+        elif kind == "local":
+            given = _spread(target, mesh, _tokens(layout, 2)).to_local()
+        if weighted == "dtensor":
+            options["weight"] = _spread(options["weight"], mesh, (Replicate(), Shard(0)))
+        # DTensor itself refuses others, some of them in backward only.
+        flat = divides or not {Shard(0), Shard(1)} & set(layout)
+        before = flat and layout != (Shard(1), Shard(1))
+        pred: Tensor = ours_leaf
+        if when == "flat before" and before and line != "classes in dim 1":
+            pred, given = pred.flatten(0, 1), given.flatten(0, 1)
+            line_of = partial(F.cross_entropy, **options)
+        else:
+            line_of = partial(LINES[line], options=options)
+        if reduction == "none" and not flat and line != "classes in dim 1":
+            continue
+        with ExitStack() as stack:
+            stack.enter_context(loss_parallel())
+            ours = line_of(pred, given)
+            if when != "inside":
+                stack.close()
+            if reduction == "none":
+                weights = _noise(*wanted.shape, seed=8)
+                wanted.backward(weights)
+                assert isinstance(ours, DTensor)
+                ours.backward(_spread(weights, mesh, REPLICATED))
+                ours = ours.full_tensor()
+            else:
+                assert type(ours) is Tensor and ours.ndim == 0
+                wanted.backward()
+                ours.backward()
+        assert ours_leaf.grad is not None and leaf.grad is not None
+        key = f"{layout} {line} {size} {when} {kind} {weighted=} {reduction} {smoothing=} {ignore=}"
+        found[key] = (
+            _far(ours.detach(), wanted.detach()),
+            _far(_join(ours_leaf.grad.redistribute(placements=layout)), leaf.grad),
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "rows,columns", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), deep(2, 3), deep(3, 3)]
+)
+def test_the_lines_of_a_stock_plan_stay(rows: int, columns: int) -> None:
+    for found in world.run(rows * columns, _contexts, rows, columns):
+        bad = {key: pair for key, pair in found.items() if not _close(pair)}
+        assert found and not bad, bad
