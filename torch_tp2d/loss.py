@@ -104,9 +104,9 @@ def loss_parallel() -> Iterator[None]:
     - ``backward()`` may be called inside or after.
     - Nothing is changed but what this thread calls: no other thread, no other ``log_softmax``.
 
-    Logits may be flattened inside, ``logits.flatten(0, 1)``, whatever the batch and the mesh. Before
-    the context DTensor refuses to flatten a batch that does not divide over the mesh, as it refuses
-    anything but a loss to be made of one flattened inside.
+    Logits may be flattened inside, ``logits.flatten(0, 1)``, whatever the batch and the mesh.
+    Outside, DTensor refuses to flatten a batch that does not divide over the mesh; inside, what
+    comes of that can be cast, and a loss made of it, nothing else.
 
     A plain tensor's loss is torch's own.
 
@@ -169,6 +169,9 @@ def _as_torch(
     return _loss(logits, target, weight, ignore_index, reduction, label_smoothing, class_dim)
 
 
+# A graph cannot look up what a mesh is made of, nor hand out a DTensor that is a view of what it
+# was given: a compiled loss is run as it is, between two graphs.
+@torch.compiler.disable
 def _loss(
     logits: DTensor,
     target: Tensor,
@@ -434,20 +437,22 @@ _CASTING = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to
 _FLATTENING = {Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape}
 
 
+@torch.compiler.disable
 def _flatten(func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     """``func(*args, **kwargs)``, or what stands for logits that DTensor cannot flatten."""
     x = args[0]
+    flat = math.prod(x.shape[:-1]), x.shape[-1]
     try:
         result = func(*args, **kwargs)
     except RuntimeError as error:
-        flat = math.prod(x.shape[:-1]), x.shape[-1]
         wanted = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs).shape
         if x.ndim < 3 or wanted != flat:
             raise
         return _FlatLogits(x, error)
-    assert isinstance(result, DTensor)
-    if result.ndim == 2 and any(isinstance(p, _StridedShard) for p in result.placements):
+    if not isinstance(result, DTensor) or x.ndim < 3 or result.shape != flat:
+        return result
+    if any(isinstance(p, _StridedShard) for p in result.placements):
         # DTensor flattens a sequence that does not divide, but fails in backward to undo it.
         local = x.to_local(grad_placements=x.placements).flatten(0, -2)
-        return _to_dtensor(local, x.device_mesh, result.placements, tuple(result.shape))
+        return _to_dtensor(local, x.device_mesh, result.placements, flat)
     return result
