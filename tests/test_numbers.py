@@ -39,7 +39,10 @@ def _model(seed: int) -> nn.Module:
     return transformer(VOCAB, seed, dim=64, max_seq_len=SEQUENCE)
 
 
-def _step(model: nn.Module, seed: int, context: Any, autocast: torch.dtype | None) -> Tensor:
+def _step(
+    model: nn.Module, seed: int, context: Any, autocast: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Logits and loss, the gradients made."""
     ids, target = batch(BATCH, SEQUENCE, VOCAB, seed)
     mixed = nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
     with context():
@@ -49,31 +52,33 @@ def _step(model: nn.Module, seed: int, context: Any, autocast: torch.dtype | Non
         wide = torch.promote_types(logits.dtype, torch.float32)
         loss = F.cross_entropy(logits.to(wide), target.flatten())
         loss.backward()
-    return loss.detach().double()
+    return _whole(pred), _whole(loss)
 
 
-def _far(model: nn.Module, loss: Tensor, truth: nn.Module, wanted: Tensor) -> tuple[float, float]:
-    """Error of the loss, and of all gradients as one vector."""
-    if isinstance(loss, DTensor):
-        loss = loss.full_tensor()
-    error, norm = 0.0, 0.0
-    for ours, theirs in zip(model.parameters(), truth.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
-        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
-        error += (grad.double() - theirs.grad).square().sum().item()
-        norm += theirs.grad.square().sum().item()
-    return abs((loss - wanted).item() / wanted.item()), math.sqrt(error / norm)
+def _whole(value: Tensor) -> Tensor:
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).double()
 
 
-def _precision(dtype: torch.dtype, autocast: bool) -> dict[str, tuple[float, float]]:
+def _far(ours: list[Tensor], truth: list[Tensor]) -> float:
+    """The error of all of them as one vector, relative."""
+    error = sum((_whole(a) - b).square().sum().item() for a, b in zip(ours, truth, strict=True))
+    return math.sqrt(error / sum(b.square().sum().item() for b in truth))
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def _precision(dtype: torch.dtype, autocast: bool) -> dict[str, list[float]]:
     """Root mean squares over seeds, for the stock plan and for ours on each grid of four."""
     held, lower = (torch.float32, dtype) if autocast else (dtype, None)
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[float, ...]]] = {}
     for seed in range(SEEDS):
         # What is exact has the rounded parameters: the error is of the arithmetic alone.
         truth = _model(seed).to(held).to(DOUBLE)
-        wanted = _step(truth, seed, nullcontext, None)
+        logits, loss = _step(truth, seed, nullcontext, None)
         for name, shape in {"stock": None, "2x2": (2, 2), "4x1": (4, 1), "1x4": (1, 4)}.items():
             model = _model(seed).to(held)
             if shape is None:
@@ -84,10 +89,11 @@ def _precision(dtype: torch.dtype, autocast: bool) -> dict[str, tuple[float, flo
             else:
                 parallelize(model, grid_mesh(*shape), plan_2d())
             context = stock_loss_parallel if shape is None else torch_tp2d.loss_parallel
-            loss = _step(model, seed, context, lower)
-            found.setdefault(name, []).append(_far(model, loss, truth, wanted))
+            got, own_loss = _step(model, seed, context, lower)
+            errors = _far([got], [logits]), _far(_grads(model), _grads(truth))
+            found.setdefault(name, []).append((*errors, _far([own_loss], [loss])))
     return {
-        name: tuple(torch.tensor(errors).square().mean(0).sqrt().tolist())
+        name: torch.tensor(errors).square().mean(0).sqrt().tolist()
         for name, errors in found.items()
     }
 
@@ -95,12 +101,17 @@ def _precision(dtype: torch.dtype, autocast: bool) -> dict[str, tuple[float, flo
 @pytest.mark.parametrize("autocast", [False, True], ids=["parameters", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_close_as_the_stock_plans(dtype: torch.dtype, autocast: bool) -> None:
-    """Seen at most 1.2 times the stock plan's error in a gradient, 1.1 times in a loss."""
+    """Of logits and gradients, as vectors: 0.98 to 1.19 times the stock plan's errors.
+
+    The loss is one number, in which the errors of the logits cancel by chance, so that a ratio of
+    a few of them says little: it is held against the precision itself.
+    """
     for found in world.run(4, _precision, dtype, autocast):
         stock = found.pop("stock")
-        for name, errors in found.items():
-            for ours, theirs in zip(errors, stock, strict=True):
-                assert 0 < ours < 1.5 * theirs, (name, ours, theirs)
+        for name, (logits, grads, loss) in found.items():
+            assert 0 < logits < 1.5 * stock[0], (name, logits, stock)
+            assert 0 < grads < 1.5 * stock[1], (name, grads, stock)
+            assert loss < torch.finfo(dtype).eps / 4, (name, loss, stock)
 
 
 def _trained(rows: int, columns: int, algorithm: str) -> str:
