@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -160,13 +160,13 @@ def _as_torch(
     if size_average is not None or reduce is not None:
         whole = "sum" if size_average is False else "mean"
         reduction = "none" if reduce is False else whole
-    logits, class_dim = input, 1 if input.ndim > 1 else 0
-    if isinstance(logits, _FlatLogits):
-        if reduction == "none":
-            raise logits.error
-        logits, target = logits.whole, logits.unflatten_target(target)
-        class_dim = -1
-    return _loss(logits, target, weight, ignore_index, reduction, label_smoothing, class_dim)
+    if isinstance(input, DTensor):
+        class_dim = 1 if input.ndim > 1 else 0
+        return _loss(input, target, weight, ignore_index, reduction, label_smoothing, class_dim)
+    if reduction == "none":
+        raise input.error
+    target = input.unflatten_target(target)
+    return _loss(input.whole, target, weight, ignore_index, reduction, label_smoothing, -1)
 
 
 # A graph cannot look up what a mesh is made of, nor hand out a DTensor that is a view of what it
@@ -192,7 +192,7 @@ def _loss(
     mesh, axes = logits.device_mesh, _axes(logits.device_mesh)
     last = logits.ndim - 1
     if class_dim % logits.ndim != last:
-        logits = logits.movedim(class_dim, -1)
+        logits = cast(DTensor, logits.movedim(class_dim, -1))
     shape, vocab = tuple(logits.shape[:-1]), logits.shape[-1]
     if weight is not None:
         weight = _whole_weight(weight, vocab, mesh)
@@ -310,7 +310,7 @@ def _part(whole: Tensor, axes: Sequence[Axis], placements: Placements) -> Tensor
             # What DTensor makes of a sequence that an axis cuts when the batch is flattened into
             # it: as many pieces as there are sequences, each of them cut.
             dim = placement.dim
-            pieces = whole.chunk(placement.split_factor, dim)
+            pieces = whole.chunk(int(placement.split_factor), dim)
             whole = torch.cat([_chunk(piece, dim, axis) for piece in pieces], dim)
         elif isinstance(placement, Shard):
             whole = _chunk(whole, placement.dim, axis)
@@ -427,7 +427,7 @@ class _FlatLogits(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise next(arg.error for arg in args if isinstance(arg, _FlatLogits))
