@@ -9,7 +9,7 @@ from .counter import CommCounter
 from .dropout import Dropout2D
 from .lift import Lifted
 from .local import Local2D
-from .loss import cross_entropy
+from .loss import cross_entropy, loss_parallel
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import parallelize_module
 from .plans import plan_for
@@ -34,6 +34,7 @@ __all__ = [
     "attention_projections",
     "balanced_order",
     "cross_entropy",
+    "loss_parallel",
     "parallelize_module",
     "plan_for",
 ]

@@ -20,6 +20,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
+        weight: Tensor | None,
         vocab_start: int,
         vocab: int,
         smoothing: float,
@@ -44,54 +45,81 @@ class _TokenLosses(torch.autograd.Function):
             picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
         else:
             picked = torch.zeros_like(top)
+        own_weight = None
+        if weight is not None:
+            weight = weight.to(wide.dtype)
+            own_weight = weight.narrow(0, vocab_start, columns)
         sums = [exp.sum(-1), picked]
         if smoothing:
-            sums.append(shifted.sum(-1))
+            sums.append((shifted if own_weight is None else shifted * own_weight).sum(-1))
         totals = torch.stack(sums)
         for axis in axes:
             totals = all_reduce(totals, axis).wait()
         log_sum = totals[0].log()
         losses = (1 - smoothing) * (log_sum - totals[1])
+        target_weight, total_weight = None, None
+        if weight is not None:
+            target_weight = weight[target.clamp(0, vocab - 1)]
+            losses = losses * target_weight
+            total_weight = weight.sum()
         if smoothing:
-            losses = losses + smoothing * (log_sum - totals[2] / vocab)
+            times = vocab if total_weight is None else total_weight
+            losses = losses + smoothing / vocab * (times * log_sum - totals[2])
         counts = target != ignore_index
-        ctx.vocab, ctx.smoothing = vocab, smoothing
-        ctx.save_for_backward(exp / totals[0].unsqueeze(-1), local, mine & counts, counts)
-        ctx.dtype = logits.dtype
-        return losses.masked_fill(~counts, 0)
+        ctx.vocab, ctx.smoothing, ctx.dtype = vocab, smoothing, logits.dtype
+        ctx.save_for_backward(
+            exp / totals[0].unsqueeze(-1),
+            local,
+            mine & counts,
+            counts,
+            own_weight,
+            target_weight,
+            total_weight,
+        )
+        # A class that is not there is torch's IndexError, or an assertion on the device: a rank
+        # that raised alone would leave the others waiting, so they all see nan.
+        unknown = (target < 0) | (target >= vocab)
+        return losses.masked_fill(unknown, torch.nan).masked_fill(~counts, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        softmax, local, mine, counts = ctx.saved_tensors
-        smoothing = ctx.smoothing
-        dlogits = softmax - smoothing / ctx.vocab
+        softmax, local, mine, counts, own_weight, target_weight, total_weight = ctx.saved_tensors
+        smooth = ctx.smoothing / ctx.vocab
+        hit = mine.to(softmax.dtype).mul(ctx.smoothing - 1)
+        if own_weight is None:
+            dlogits = softmax - smooth
+        else:
+            hit = hit * target_weight
+            pull = (1 - ctx.smoothing) * target_weight + smooth * total_weight
+            dlogits = softmax * pull.unsqueeze(-1) - smooth * own_weight
         if dlogits.shape[-1]:
-            hit = mine.to(softmax.dtype).mul(smoothing - 1).unsqueeze(-1)
-            dlogits = dlogits.scatter_add(-1, local.unsqueeze(-1), hit)
+            dlogits = dlogits.scatter_add(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
         dlogits = dlogits * (grad * counts).unsqueeze(-1)
-        return dlogits.to(ctx.dtype), *(None,) * 6
+        return dlogits.to(ctx.dtype), *(None,) * 7
 
 
 def token_losses(
     logits: Tensor,
     target: Tensor,
     *,
+    weight: Tensor | None,
     vocab_start: int,
     vocab: int,
     label_smoothing: float,
     ignore_index: int,
     axes: Sequence[Axis],
 ) -> Tensor:
-    """The loss of each token, 0 where ``target`` is ``ignore_index``.
+    """The loss of each token: 0 where ``target`` is ``ignore_index``, nan where it is no class.
 
     Args:
         logits: ``[*, Vj]``, the columns of the vocabulary from ``vocab_start`` on.
         target: ``[*]``, global class ids.
+        weight: ``[V]``, that of every class, or ``None``.
         axes: the axes along which the vocabulary is split; one maximum and two or three sums per
             token cross each of them in forward, nothing in backward.
     """
     return _TokenLosses.apply(
-        logits, target, vocab_start, vocab, label_smoothing, ignore_index, tuple(axes)
+        logits, target, weight, vocab_start, vocab, label_smoothing, ignore_index, tuple(axes)
     )
