@@ -364,10 +364,17 @@ def _out_features(linear: Any) -> int:
 
 
 def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
-    """Tell each dropout what the modules beside it hand on, by which it knows its own input."""
+    """Tell each entry what other modules hand on.
+
+    By that of the modules beside it a dropout knows its own input, and by that of the modules
+    inside it a prepared module what it works on.
+    """
     beside = defaultdict(list)
+    giving = set()
     for entry in entries:
         style: Any = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        if isinstance(style, Colwise2D) and not style.use_local_output:
+            giving.add(id(entry.module))
         sharded = isinstance(style, _LINEAR_STYLES) and style.use_local_output
         if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
             width = _out_features(entry.module)
@@ -379,6 +386,8 @@ def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
             style = copy.copy(entry.style)
             style.beside = [*style.beside, *beside[id(entry.parent)]]
             entry = entry._replace(style=style)
+        elif isinstance(entry.style, Lifted):
+            entry = entry._replace(style=entry.style.beside(giving))
         told.append(entry)
     return told
 
