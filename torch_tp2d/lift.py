@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from .base import GridStyle, Runner
 from .comm import all_gather
+from .dropout import OTHER_KINDS, Dropout2D
 from .edges import gather_for_module, to_dtensor
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
@@ -58,8 +59,18 @@ class _LiftedSequence(GridStyle):
             for name, _ in owner.named_parameters(recurse=False):
                 yield owner, name, (Replicate(), Replicate())
 
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        if isinstance(module, OTHER_KINDS) and module.p:
+            raise ValueError(
+                f"{describe_module(module)} drops more than single elements, which is not defined "
+                f"on shards here: use nn.Dropout in its place, or set its p to 0"
+            )
+        if _is_dropout(module):
+            Dropout2D(row_dim=self.row_dim).check(module, grid)
+
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return WholeRunner(
+        runner = WholeRunner(
             "SequenceParallel",
             module,
             grid,
@@ -69,6 +80,31 @@ class _LiftedSequence(GridStyle):
             self.use_local_output,
             enforce_input=True,
         )
+        if not _is_dropout(module):
+            return runner
+        return _SequenceDropout(runner, Dropout2D(row_dim=self.row_dim).runner(module, grid))
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward
+
+
+class _SequenceDropout(Runner):
+    """Dropout as SequenceParallel lays it out, with a mask for each shard.
+
+    DTensor's own draws the same on every rank of a CPU mesh: each shard loses the same elements.
+    """
+
+    style = "SequenceParallel"
+
+    def __init__(self, whole: Runner, masks: Runner) -> None:
+        self.whole, self.masks = whole, masks
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def drop(x: Tensor) -> Tensor:
+            return self.masks.run(module, forward, x)
+
+        return self.whole.run(module, drop, *args, **kwargs)
 
 
 class _LiftedPrepare(GridStyle):
