@@ -312,9 +312,13 @@ def _torch_test(
         for name, value in own.items():
             patch.setattr(common_dtensor, name, value)
         common_dtensor.Transformer.parallelize(model, mesh, sequence_parallel, local)
-    if local:
-        for layer in model.layers:
+    for layer in model.layers:
+        if local:
             layer.attention.n_heads = reference.model_args.n_heads // mesh["tp_col"].size()
+        elif not sequence_parallel:
+            # That plan names no attention, so its shapes would be this row's: one line more.
+            whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+            parallelize_module(layer.attention, mesh, whole)
     return reference, model
 
 
@@ -327,6 +331,7 @@ PROGRAMS: dict[str, Callable[[Any, DeviceMesh], tuple[Any, Any]]] = {
     "lightning": _lightning,
     "torch test": lambda n, m: _torch_test(n, m, sequence_parallel=True, local=False),
     "torch test, local": lambda n, m: _torch_test(n, m, sequence_parallel=True, local=True),
+    "torch test, no sp": lambda n, m: _torch_test(n, m, sequence_parallel=False, local=False),
     "torch test, no sp, local": lambda n, m: _torch_test(n, m, sequence_parallel=False, local=True),
 }
 NAMES = {"renamed": (Colwise2D, Rowwise2D), "stock": (ColwiseParallel, RowwiseParallel)}

@@ -204,9 +204,12 @@ def _match(root: nn.Module, key: str) -> list[tuple[str, nn.Module, nn.Module | 
 
 def _is_pruned(parent: nn.Module, token: str) -> bool:
     """Whether what ``token`` names in ``parent`` was taken out, as for a pipeline stage."""
-    emptied = isinstance(parent, nn.ModuleList | nn.ModuleDict) and not len(parent)
-    absent = (name for name, child in parent._modules.items() if child is None)
-    return emptied or any(fnmatch(name, token) for name in absent)
+    if isinstance(parent, nn.ModuleList | nn.ModuleDict) and not len(parent):
+        return True
+    # What never was a module is a plain attribute; a wildcard would find torch's own among them.
+    if token in vars(parent):
+        return vars(parent)[token] is None
+    return any(child is None and fnmatch(name, token) for name, child in parent._modules.items())
 
 
 _MEND = (
