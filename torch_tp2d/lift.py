@@ -205,17 +205,15 @@ class _Inputs:
     def of(cls, style: PrepareModuleInput, row_dim: int) -> _Inputs:
         have: dict[int | str, Any] = dict(enumerate(style.input_layouts or ()))
         want: dict[int | str, Any] = dict(enumerate(style.desired_input_layouts or ()))
-        have |= style.input_kwarg_layouts
-        want |= style.desired_input_kwarg_layouts
+        have.update(style.input_kwarg_layouts)
+        want.update(style.desired_input_kwarg_layouts)
         declared = [key for key, layout in have.items() if layout is not None]
         plain = [key for key in declared if isinstance(have[key], Replicate)]
         tokens = any(isinstance(have[key], Shard) for key in declared)
-        first = next((key for key in declared if isinstance(key, int)), None)
-        if first is None and len(declared) == 1:
-            (first,) = declared
+        first = next((key for key in declared if isinstance(key, int) or len(declared) == 1), None)
         found: dict[int | str, _Input] = {}
         for key in declared:
-            # Keywords have no order: one that is sharded is needed to know what the others are.
+            # The first is tokens unless others are for certain; keywords have no first.
             ambiguous = key in plain and (tokens if key == first else not tokens and first is None)
             same = key in plain and key != first and not ambiguous
             row = Replicate() if same else Shard(row_dim)
