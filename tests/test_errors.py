@@ -402,7 +402,6 @@ MISTAKES = [
         "a style's class", _Model, lambda: {"head": Colwise2D}, TypeError, ("'head'", "Colwise2D")
     ),
     Mistake("a plan that is a list", _Model, lambda: [Colwise2D()], TypeError, ("list", "dict")),
-    Mistake("no plan", _Model, lambda: None, TypeError, ("NoneType", "dict")),
     # Ties.
     Mistake(
         "tied modules in different layouts",

@@ -118,12 +118,32 @@ def place_parameter(
             raise ValueError(tied_message(module, name, placements, placed.placements))
     else:
         placed = nn.Parameter(
-            distribute_tensor(param, grid.mesh, placements, src_data_rank=src_data_rank),
+            _distribute(param, grid.mesh, placements, src_data_rank),
             requires_grad=param.requires_grad,
         )
         # On the old parameter, which lives as long as another module still holds it.
         param._tp2d_placed = placed
     module.register_parameter(name, placed)
+
+
+def _distribute(
+    param: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
+) -> DTensor:
+    """``distribute_tensor`` that on an axis of one rank takes that rank as the source."""
+    if not source or 1 not in mesh.shape:
+        return distribute_tensor(param, mesh, placements, src_data_rank=source)
+    dim = mesh.shape.index(1) ^ 1
+    names = mesh.mesh_dim_names
+    assert names is not None
+    line = distribute_tensor(param, mesh[names[dim]], [placements[dim]], src_data_rank=source)
+    return DTensor.from_local(
+        line.to_local(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
 
 
 def tied_message(

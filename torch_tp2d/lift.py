@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,12 +19,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.distributed.tensor.placement_types import Placement
 
 from .base import GridStyle, Runner
+from .comm import all_gather
+from .dropout import OTHER_KINDS, Dropout2D
 from .edges import gather_for_module, to_dtensor
-from .grid import Axes, Grid
-from .layouts import TP_COL, Layout, check_row_dim, normalize
+from .grid import Axes, Grid, describe_mesh
+from .layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
 from .recognise import describe_module
 from .replicate import WholeRunner
 from .styles import Colwise2D, Rowwise2D
@@ -56,8 +59,18 @@ class _LiftedSequence(GridStyle):
             for name, _ in owner.named_parameters(recurse=False):
                 yield owner, name, (Replicate(), Replicate())
 
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        if isinstance(module, OTHER_KINDS) and module.p:
+            raise ValueError(
+                f"{describe_module(module)} drops more than single elements, which is not defined "
+                f"on shards here: use nn.Dropout in its place, or set its p to 0"
+            )
+        if _is_dropout(module):
+            Dropout2D(row_dim=self.row_dim).check(module, grid)
+
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return WholeRunner(
+        runner = WholeRunner(
             "SequenceParallel",
             module,
             grid,
@@ -67,6 +80,31 @@ class _LiftedSequence(GridStyle):
             self.use_local_output,
             enforce_input=True,
         )
+        if not _is_dropout(module):
+            return runner
+        return _SequenceDropout(runner, Dropout2D(row_dim=self.row_dim).runner(module, grid))
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward
+
+
+class _SequenceDropout(Runner):
+    """Dropout as SequenceParallel lays it out, with a mask for each shard.
+
+    DTensor's own draws the same on every rank of a CPU mesh: each shard loses the same elements.
+    """
+
+    style = "SequenceParallel"
+
+    def __init__(self, whole: Runner, masks: Runner) -> None:
+        self.whole, self.masks = whole, masks
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def drop(x: Tensor) -> Tensor:
+            return self.masks.run(module, forward, x)
+
+        return self.whole.run(module, drop, *args, **kwargs)
 
 
 class _LiftedPrepare(GridStyle):
@@ -79,17 +117,21 @@ class _LiftedPrepare(GridStyle):
         self,
         inputs: PrepareModuleInput | None,
         outputs: PrepareModuleOutput | None,
-        local_input: bool,
+        local_input: bool | None,
         local_output: bool,
         row_dim: int,
     ) -> None:
         super().__init__()
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs = None if inputs is None else _Inputs.of(inputs, row_dim)
+        self.outputs = outputs
         self.local_input, self.local_output = local_input, local_output
         self.row_dim = row_dim
+        self.giving: Collection[int] = ()
 
     def check(self, module: nn.Module, grid: Grid) -> None:
-        """Hooks fit any module."""
+        """Hooks fit any module, but which inputs hold tokens has to be clear."""
+        if self.inputs is not None and not _local_input(self.local_input, module, self.giving):
+            self.inputs.check(module, grid)
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         raise AssertionError("hooks run no module")
@@ -97,9 +139,9 @@ class _LiftedPrepare(GridStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         grid = Grid(device_mesh, self.axes)
         if self.inputs is not None:
-            module.register_forward_pre_hook(
-                _InputHook(self.inputs, grid, self.row_dim, self.local_input), with_kwargs=True
-            )
+            hook = _InputHook(self.inputs, grid, self.row_dim, self.local_input)
+            hook.settle(module, self.giving)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
         if self.outputs is not None:
             module.register_forward_hook(
                 _OutputHook(self.outputs, grid, self.row_dim, self.local_output)
@@ -107,111 +149,269 @@ class _LiftedPrepare(GridStyle):
         return module
 
 
+def _local_input(asked: bool | None, module: nn.Module, giving: Collection[int]) -> bool:
+    """Whether a prepared module is handed local tensors.
+
+    Unless it was said: a module that holds a Colwise module which hands on DTensors works on
+    DTensors of the global shape, and any other on this row's tokens.
+
+    Args:
+        giving: ids of modules that are about to get such a style.
+    """
+    if asked is not None:
+        return asked
+    return not any(id(inner) in giving or _gives_dtensors(inner) for inner in module.modules())
+
+
+def _gives_dtensors(module: nn.Module) -> bool:
+    runner = module.__dict__.get("_tp2d")
+    return (
+        runner is not None
+        and runner.style == Colwise2D.rule.style
+        and not getattr(runner, "use_local_output", True)
+    )
+
+
+class _Input(NamedTuple):
+    """How one input comes and goes, as (tp_row, tp_col) layouts."""
+
+    have: Layout
+    want: Layout
+    ambiguous: bool = False
+    """Whether it may hold this row's tokens as well as be the same on every row."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it is declared whole on every rank: a table of positions, a mask."""
+        return isinstance(self.have[0], Replicate)
+
+
+class _Inputs:
+    """What the layouts of a PrepareModuleInput mean on a grid.
+
+    What is sharded along tp_col holds tokens, and so does the first input. Any other that is
+    declared ``Replicate()`` is the same on every row, as it is on every rank of a line. A pair in
+    place of a placement says it for an input of its own.
+    """
+
+    def __init__(
+        self,
+        args: tuple[_Input | None, ...] | None,
+        kwargs: Mapping[str, _Input],
+    ) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    @classmethod
+    def of(cls, style: PrepareModuleInput, row_dim: int) -> _Inputs:
+        have: dict[int | str, Any] = dict(enumerate(style.input_layouts or ()))
+        want: dict[int | str, Any] = dict(enumerate(style.desired_input_layouts or ()))
+        have.update(style.input_kwarg_layouts)
+        want.update(style.desired_input_kwarg_layouts)
+        declared = [key for key, layout in have.items() if layout is not None]
+        plain = [key for key in declared if isinstance(have[key], Replicate)]
+        tokens = any(isinstance(have[key], Shard) for key in declared)
+        first = next((key for key in declared if isinstance(key, int) or len(declared) == 1), None)
+        found: dict[int | str, _Input] = {}
+        for key in declared:
+            # The first is tokens unless others are for certain; keywords have no first.
+            ambiguous = key in plain and (tokens if key == first else not tokens and first is None)
+            same = key in plain and key != first and not ambiguous
+            row = Replicate() if same else Shard(row_dim)
+            layout = as_layout(have[key], (row, row), row=row)
+            wanted = as_layout(want.get(key), layout, row=layout[0])
+            found[key] = _Input(layout, wanted, ambiguous)
+        args = None
+        if style.input_layouts is not None:
+            args = tuple(map(found.get, range(len(style.input_layouts))))
+        return cls(args, {key: found[key] for key in found if isinstance(key, str)})
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        """Refuse layouts that leave open what a DTensor's global shape would be."""
+        named = {f"input {index}": given for index, given in enumerate(self.args or ())}
+        named |= self.kwargs
+        unclear = [name for name, given in named.items() if given is not None and given.ambiguous]
+        if unclear and grid.row.size > 1:
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is handed DTensors, "
+                f"and {unclear} declared Replicate() may hold this row's tokens or be the same on "
+                f"every row: say which, (Shard(0), Replicate()) or (Replicate(), Replicate()), in "
+                f"place of Replicate()"
+            )
+
+
 class _Hook:
-    def __init__(self, grid: Grid, row_dim: int, use_local: bool) -> None:
+    def __init__(self, grid: Grid, row_dim: int) -> None:
         self.grid = grid
         self.row_dim = row_dim
-        self.use_local = use_local
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return self
-
-    def _prepare(self, value: Any, have: Placement | None, want: Placement | None) -> Any:
-        """One tensor from layout ``have`` to ``want`` along tp_col; None leaves it alone."""
-        if have is None:
+    def _prepare(self, value: Any, given: _Input | None, use_local: bool) -> Any:
+        """One tensor from the layout that it has to the one wanted; None leaves it alone."""
+        if given is None:
             return value
         if not isinstance(value, Tensor):
             raise TypeError(f"a layout was given for an argument that is {type(value).__name__}")
-        row = Shard(self.row_dim)
+        have_layout, want_layout = (
+            normalize(layout, value.ndim) for layout in (given.have, given.want)
+        )
         if isinstance(value, DTensor):
-            have_layout = normalize(self.grid.layout(value, self.row_dim), value.ndim)
+            known = normalize(self.grid.layout(value, self.row_dim), value.ndim)
             if value.device_mesh != self.grid.mesh:
-                value = to_dtensor(value.to_local(), have_layout, self.grid)
-        else:
-            have_layout = normalize((row, have), value.ndim)
-        want_layout = normalize((have_layout[0], have if want is None else want), value.ndim)
-        if not self.use_local:
-            if not isinstance(value, DTensor):
-                value = to_dtensor(value, have_layout, self.grid)
-            if value.shape[self.row_dim] < self.grid.row.size:
-                raise ValueError(
-                    f"a DTensor of shape {tuple(value.shape)} has fewer than "
-                    f"{self.grid.row.size} elements in dim {self.row_dim} for "
-                    f"{self.grid.row.name}={self.grid.row.size}, which DTensor's own operations "
-                    f"do not keep apart: use a larger batch or fewer rows, or let the module work "
-                    f"on local tensors (use_local_output=True)"
-                )
-            placements = self.grid.placements(want_layout)
-            return (
-                value
-                if tuple(value.placements) == tuple(placements)
-                else value.redistribute(placements=placements)
+                if given.is_same:
+                    known = have_layout[0], known[1]
+                value = to_dtensor(value.to_local(), known, self.grid)
+            # A DTensor knows where its tokens are, and they stay there.
+            want_layout = (
+                (known[0], want_layout[1]) if given.have[0] == given.want[0] else want_layout
             )
+            have_layout = known
+        elif given.is_same and have_layout == want_layout and use_local:
+            return value
+        if not use_local:
+            return self._as_dtensor(value, have_layout, want_layout)
         shape, sizes = None, self.grid.sizes_of(value)
         if isinstance(value, DTensor):
             shape, value = tuple(value.shape), value.to_local()
         else:
             value = self.grid.without_stand_in(value, have_layout)
-        if isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard):
+        gathers = isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard)
+        if gathers and have_layout[0] == want_layout[0]:
             return gather_for_module(value, have_layout, self.grid, shape)
         moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
         return self.grid.with_stand_in(moved, want_layout, sizes)
 
-
-def _pairs(layouts: Any, wanted: Any) -> Iterator[tuple[Placement | None, Placement | None]]:
-    yield from zip(layouts, wanted, strict=True)
+    def _as_dtensor(self, value: Tensor, have: Layout, want: Layout) -> DTensor:
+        if not isinstance(value, DTensor):
+            shape = tuple(value.shape) if have == (Replicate(), Replicate()) else None
+            value = to_dtensor(value, have, self.grid, shape)
+        row = want[0]
+        if isinstance(row, Shard) and value.shape[row.dim] < self.grid.row.size:
+            raise ValueError(
+                f"a DTensor of shape {tuple(value.shape)} has fewer than "
+                f"{self.grid.row.size} elements in dim {row.dim} for "
+                f"{self.grid.row.name}={self.grid.row.size}, which DTensor's own operations "
+                f"do not keep apart: use a larger batch or fewer rows, or let the module work "
+                f"on local tensors (use_local_output=True)"
+            )
+        placements = self.grid.placements(want)
+        if tuple(value.placements) == tuple(placements):
+            return value
+        return value.redistribute(placements=placements)
 
 
 class _InputHook(_Hook):
-    def __init__(self, style: PrepareModuleInput, grid: Grid, row_dim: int, use_local: bool):
-        super().__init__(grid, row_dim, use_local)
-        self.args = style.input_layouts, style.desired_input_layouts
-        self.kwargs = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
+    def __init__(self, inputs: _Inputs, grid: Grid, row_dim: int, asked: bool | None) -> None:
+        super().__init__(grid, row_dim)
+        self.inputs = inputs
+        self.asked = asked
+        self.use_local = asked is not False
+        self.is_first = True
+
+    def __deepcopy__(self, memo: Any) -> _InputHook:
+        return copy.copy(self)
+
+    def settle(self, module: nn.Module, giving: Collection[int] = ()) -> None:
+        """Decide what the module is handed, by the styles inside it."""
+        self.use_local = _local_input(self.asked, module, giving)
+        if not self.use_local:
+            self.inputs.check(module, self.grid)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        have, want = self.args
-        handed = []
-        if have is not None:
-            if len(args) != len(have):
-                raise ValueError(
-                    f"{describe_module(module)}: got {len(args)} inputs, but input_layouts has "
-                    f"{len(have)}"
-                )
-            args = tuple(
-                self._prepare(value, *pair)
-                for value, pair in zip(args, _pairs(have, want), strict=True)
+        layouts, named = self.inputs.args, self.inputs.kwargs
+        if layouts is not None and len(args) != len(layouts):
+            raise ValueError(
+                f"{describe_module(module)}: got {len(args)} inputs, but input_layouts has "
+                f"{len(layouts)}"
             )
-            handed = [value for value, layout in zip(args, have, strict=True) if layout is not None]
-        have_kw, want_kw = self.kwargs
+        layouts = (None,) * len(args) if layouts is None else layouts
+        handed = [*zip(layouts, args, strict=True)]
+        handed += [(named[name], kwargs[name]) for name in named if name in kwargs]
+        if self.is_first and not torch.compiler.is_compiling():
+            # By now what is inside has its style, in whatever order the styles were applied.
+            self.is_first = False
+            self.settle(module)
+            self._compare(module, [value for given, value in handed if given and given.is_same])
+        args = tuple(
+            self._prepare(value, given, self.use_local)
+            for given, value in zip(layouts, args, strict=True)
+        )
         kwargs = {
-            name: self._prepare(value, have_kw.get(name), want_kw.get(name))
+            name: self._prepare(value, named.get(name), self.use_local)
             for name, value in kwargs.items()
         }
-        handed += [kwargs[name] for name in have_kw if name in kwargs]
-        if handed:
-            self.grid.begin(handed[0])
+        tokens = [x for given, x in zip(layouts, args, strict=True) if given and not given.is_same]
+        tokens += [kwargs[name] for name in named if name in kwargs and not named[name].is_same]
+        if tokens:
+            self.grid.begin(tokens[0])
         return args, kwargs
+
+    def _compare(self, module: nn.Module, values: Sequence[Any]) -> None:
+        """Refuse local tensors that are declared the same on every row and are not.
+
+        As DTensors they would have one row's shape and another row's values.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        values = [x for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+        if self.use_local or self.grid.row.size == 1 or not values:
+            return
+        digests = torch.stack([_digest(x) for x in values])
+        for axis in (self.grid.row, self.grid.col):
+            one = digests.shape[0]
+            digests = all_gather(digests, 0, (one,) * axis.size, axis).wait()
+        first, *others = digests.view(-1, len(values), digests.shape[1]).unbind()
+        for index, value in enumerate(values):
+            if any(not torch.equal(other[index], first[index]) for other in others):
+                raise ValueError(
+                    f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: an input "
+                    f"of shape {tuple(value.shape)} is declared Replicate(), which is the same on "
+                    f"every rank, but the ranks hold different ones: if it holds this row's tokens "
+                    f"or samples, declare it (Shard(0), Replicate()) in place of Replicate()"
+                )
+
+
+def _digest(x: Tensor) -> Tensor:
+    """Shape and content of a tensor in three integers, alike on every rank."""
+    shape = hash((x.element_size(), *x.shape))
+    x = x.detach()
+    x = (torch.view_as_real(x) if x.is_complex() else x).contiguous()
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.view(integers).reshape(-1, max(1, x.shape[-1] if x.ndim else 1))
+    sums = [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    places = [torch.arange(1, len(part) + 1, device=x.device) for part in sums]
+    first, second = (torch.sum(part * at) for part, at in zip(sums, places, strict=True))
+    return torch.stack([torch.tensor(shape, device=x.device), first, second])
 
 
 class _OutputHook(_Hook):
     def __init__(self, style: PrepareModuleOutput, grid: Grid, row_dim: int, use_local: bool):
-        super().__init__(grid, row_dim, use_local)
-        self.layouts = style.output_layouts, style.desired_output_layouts
+        super().__init__(grid, row_dim)
+        self.use_local = use_local
+        row = Shard(row_dim)
+        self.outputs: list[_Input | None] = []
+        for have, want in zip(style.output_layouts, style.desired_output_layouts, strict=True):
+            if have is None:
+                self.outputs.append(None)
+                continue
+            layout = as_layout(have, (row, row), row=row)
+            self.outputs.append(_Input(layout, as_layout(want, layout, row=layout[0])))
+
+    def __deepcopy__(self, memo: Any) -> _OutputHook:
+        return self
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         several = isinstance(outputs, tuple)
         values: Sequence[Any] = outputs if several else (outputs,)
-        have, want = self.layouts
-        if len(values) != len(have):
+        if len(values) != len(self.outputs):
             raise ValueError(
                 f"{describe_module(module)}: gave {len(values)} outputs, but output_layouts has "
-                f"{len(have)}"
+                f"{len(self.outputs)}"
             )
         prepared = tuple(
-            self._prepare(value, *pair)
-            for value, pair in zip(values, _pairs(have, want), strict=True)
+            self._prepare(value, given, self.use_local)
+            for value, given in zip(values, self.outputs, strict=True)
         )
         return prepared if several else prepared[0]
 
@@ -235,7 +435,12 @@ def _sequence(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
 
 
 def _prepare_input(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
-    return _LiftedPrepare(style, None, use_local is not False, True, row_dim)
+    return _LiftedPrepare(style, None, _asked(style, use_local), True, row_dim)
+
+
+def _asked(style: PrepareModuleInput, use_local: bool | None) -> bool | None:
+    """What was said of the inputs. Stock's default, a DTensor, says nothing."""
+    return True if use_local is None and style.use_local_output else use_local
 
 
 def _prepare_output(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
@@ -246,9 +451,8 @@ def _prepare_output(style: Any, use_local: bool | None, row_dim: int) -> GridSty
 def _prepare_both(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
     outputs = style.prepare_module_output
     local = outputs.use_local_output if use_local is None else use_local
-    return _LiftedPrepare(
-        style.prepare_module_input, outputs, use_local is not False, local, row_dim
-    )
+    inputs = style.prepare_module_input
+    return _LiftedPrepare(inputs, outputs, _asked(inputs, use_local), local, row_dim)
 
 
 _LIFTS: dict[type[ParallelStyle], Callable[[Any, bool | None, int], GridStyle]] = {
@@ -269,10 +473,19 @@ class Lifted(GridStyle):
     stock style says ``p``, the layout is ``(Shard(row_dim), p)``. Weights are 1/C on a rank, whole
     along ``tp_row``, as DTensors on the 2-D mesh; their gradients are summed along ``tp_row``.
 
-    ``PrepareModuleInput`` hands its module the local tensor of this row's tokens, whatever its
-    own ``use_local_output`` says, since a DTensor would show the module the whole batch;
-    ``Lifted(style, use_local_output=False)`` hands it a DTensor. ``SequenceParallel`` gives a
-    DTensor, as in stock.
+    ``PrepareModuleInput`` hands its module DTensors of the global shape if a Colwise module inside
+    hands on DTensors (``use_local_output=False``), since the module's own code works on them then,
+    and local tensors of this row's tokens otherwise, since a DTensor would show it the whole batch.
+    Stock's default, ``use_local_output=False``, is what most plans leave it at and asks for
+    neither; ``use_local_output=True`` does, and so does ``Lifted(style, use_local_output=...)``.
+    ``SequenceParallel`` gives a DTensor, as in stock.
+
+    Of its inputs, what is sharded holds tokens, ``(Shard(row_dim), p)``, and so does the first. Any
+    other that is declared ``Replicate()``, a table of positions or a mask, is the same on every
+    row: ``(Replicate(), Replicate())``. Before the first of them becomes a DTensor the ranks
+    compare theirs. ``PrepareModuleInput`` and ``PrepareModuleOutput`` also take a pair
+    ``(tp_row, tp_col)`` in place of a placement, which says it for one tensor:
+    ``input_layouts=(Shard(1), (Shard(0), Replicate()))`` for a mask of this row's samples.
 
     Args:
         style: an instance of one of torch's own style classes.
@@ -284,6 +497,9 @@ class Lifted(GridStyle):
 
     Raises:
         TypeError: for a style that is not one of torch's own.
+        ValueError: when applied, where inputs become DTensors and it is not clear which of those
+            declared ``Replicate()`` hold tokens; in the first forward, if one that does not is
+            not the same on every rank.
 
     Example::
 
@@ -320,6 +536,15 @@ class Lifted(GridStyle):
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         self.lifted.check(module, grid)
+
+    def beside(self, giving: Collection[int]) -> Lifted:
+        """This style in a plan that makes modules of the ids ``giving`` hand on DTensors."""
+        if not isinstance(self.lifted, _LiftedPrepare):
+            return self
+        told = copy.copy(self)
+        told.lifted = copy.copy(self.lifted)
+        told.lifted.giving = giving
+        return told
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
         return self.lifted.param_layouts(module)

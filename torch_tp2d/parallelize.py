@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.tensor as dt
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._composable.contract import STATE_KEY as _COMPOSED
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -36,6 +38,9 @@ from .surroundings import Surroundings, is_of_features
 __all__ = ["parallelize_module"]
 
 logger = logging.getLogger(__name__)
+
+_LOCALIZED = "_st_info"
+"""On the plain tensors that DistributedDataParallel makes of DTensors, given a ``device_mesh``."""
 
 Plan = ParallelStyle | dt.Replicate | Mapping[str, Any]
 
@@ -70,17 +75,19 @@ def parallelize_module(
             one. By default the mesh of the surrounding ``with mesh:``.
         parallelize_plan: a style for ``module`` itself, or a dict from module names (with ``*``,
             ``?`` and ``[]`` within a name; ``""`` is ``module``) to styles. The placement
-            ``Replicate()`` stands for the style :class:`torch_tp2d.Replicate`.
-        src_data_rank: the rank along each axis whose values are taken; ``None``: each rank keeps
-            its part of its own, without communication.
+            ``Replicate()`` stands for the style :class:`torch_tp2d.Replicate`. A key for a module
+            that is None, as pruned for a pipeline stage, is passed over. None: nothing is done,
+            with a warning, as in stock.
+        src_data_rank: the index along each axis (of more than one rank) of the rank whose values
+            are taken; ``None``: each rank keeps its part of its own, without communication.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: for a plan, style or module of the wrong kind.
-        ValueError: for a mesh, a shape or an option that cannot work, and for a key that matches
-            no module.
+        ValueError: for a mesh, a shape or an option that cannot work, for a key that matches no
+            module, and for a module in DistributedDataParallel or FSDP1.
 
     Example::
 
@@ -92,6 +99,11 @@ def parallelize_module(
         ... })
     """
     mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    if parallelize_plan is None:
+        warnings.warn("no parallelize_plan is given, so nothing is parallelized", stacklevel=2)
+        return module
+    check_mesh(mesh)
+    _check_source(src_data_rank, mesh)
     entries = _checked_entries(module, mesh, parallelize_plan)
     ties = _ties(module)
     for entry in entries:
@@ -103,9 +115,22 @@ def parallelize_module(
     return module
 
 
+def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
+    """Refuse a source that some axis does not have; torch's scatter may leave ranks waiting."""
+    if rank is None:
+        return
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"src_data_rank is an int or None, not {rank!r}")
+    count = min((size for size in mesh.shape if size > 1), default=1)
+    if not 0 <= rank < count:
+        raise ValueError(
+            f"src_data_rank is the index along each axis of the rank whose values are taken: on "
+            f"mesh {describe_mesh(mesh)} from 0 to {count - 1}, not {rank}"
+        )
+
+
 def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_Entry]:
     """What is to be applied to which modules, with nothing of ``module``'s parameters changed."""
-    check_mesh(mesh)
     if isinstance(plan, ParallelStyle | dt.Replicate):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
@@ -114,6 +139,7 @@ def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_En
             f"{type(plan).__name__}"
         )
     entries = [entry for key, style in plan.items() for entry in _resolve(module, key, style)]
+    _check_wrappers(module, entries)
     entries += _unnamed_vectors(module, entries) + _unnamed_dropouts(module, entries)
     entries = _with_neighbours(entries + _dropping_inside(module, entries))
     for entry in entries:
@@ -163,12 +189,15 @@ def _match(root: nn.Module, key: str) -> list[tuple[str, nn.Module, nn.Module | 
     """``(name, module, parent)`` of the modules that ``key`` names under ``root``."""
     found: list[tuple[str, nn.Module, nn.Module | None]] = [("", root, None)]
     for token in key.split(".") if key else []:
+        parents = [parent for _, parent, _ in found]
         found = [
             (f"{name}.{child}" if name else child, submodule, parent)
             for name, parent, _ in found
             for child, submodule in parent.named_children()
             if fnmatch(child, token)
         ]
+        if not found and any(_is_pruned(parent, token) for parent in parents):
+            return []
     if not found:
         names = [name for name, _ in root.named_modules() if name]
         near = difflib.get_close_matches(key, names, n=3, cutoff=0.3)
@@ -177,6 +206,54 @@ def _match(root: nn.Module, key: str) -> list[tuple[str, nn.Module, nn.Module | 
             f"{near or names[:5]}"
         )
     return found
+
+
+def _is_pruned(parent: nn.Module, token: str) -> bool:
+    """Whether what ``token`` names in ``parent`` was taken out, as for a pipeline stage."""
+    if isinstance(parent, nn.ModuleList | nn.ModuleDict) and not len(parent):
+        return True
+    # What never was a module is a plain attribute; a wildcard would find torch's own among them.
+    if token in vars(parent):
+        return vars(parent)[token] is None
+    return any(child is None and fnmatch(name, token) for name, child in parent._modules.items())
+
+
+_MEND = (
+    "parallelize the bare model first, then shard it over the data-parallel axis by "
+    "torch.distributed.fsdp.fully_shard(model, mesh=...), which takes DTensors"
+)
+
+
+def _data_parallel(module: nn.Module) -> str | None:
+    """The name of a data-parallel wrapper that keeps parameters of its own, if this is one.
+
+    Told by names, as importing FSDP1 takes time and nobody has one who has not imported it.
+    """
+    names = [kind.__name__ for kind in type(module).__mro__]
+    for name in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        if name in names:
+            return name
+    states = module.__dict__.get(_COMPOSED, {}).values()
+    if any(type(state).__module__ == "torch.distributed._composable.replicate" for state in states):
+        return "torch.distributed._composable.replicate"
+    return None
+
+
+def _check_wrappers(root: nn.Module, entries: list[_Entry]) -> None:
+    """Refuse modules whose gradients a wrapper of theirs is waiting for on other parameters.
+
+    DistributedDataParallel averages the gradients of the parameters that it was given. Those that
+    a plan puts in their place would not be averaged, without an error.
+    """
+    named = {id(entry.module) for entry in entries}
+    for name, module in root.named_modules():
+        wrapper = _data_parallel(module)
+        if wrapper is not None and any(id(inner) in named for inner in module.modules()):
+            where = repr(name) if name else "the module"
+            raise ValueError(
+                f"{where} is in {wrapper} already, which would go on with the parameters that it "
+                f"was given: {_MEND}"
+            )
 
 
 def _check(entries: list[_Entry], mesh: DeviceMesh) -> None:
@@ -378,8 +455,11 @@ def _out_features(linear: Any) -> int:
 def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
     """Tell each style that has to know what the plan says of the tensors around its module."""
     beside = defaultdict(list)
+    giving = set()
     for entry in entries:
         style = _unlifted(entry)
+        if isinstance(style, Colwise2D) and not style.use_local_output:
+            giving.add(id(entry.module))
         sharded = isinstance(style, _LINEAR_STYLES) and style.use_local_output
         if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
             width = _out_features(entry.module)
@@ -393,6 +473,8 @@ def _with_neighbours(entries: list[_Entry]) -> list[_Entry]:
             if isinstance(style, Dropout2D | DropoutInside):
                 style.beside = [*style.beside, *beside[id(entry.parent)]]
             entry = entry._replace(style=style)
+        elif isinstance(entry.style, Lifted):
+            entry = entry._replace(style=entry.style.beside(giving))
         told.append(entry)
     return told
 
@@ -442,11 +524,8 @@ def _prepared(name: str, entries: list[_Entry]) -> Iterator[Any]:
     for entry in entries:
         inputs = getattr(_unlifted(entry), "inputs", None) if entry.name == name else None
         if inputs is not None:
-            wanted = (
-                *(inputs.desired_input_layouts or ()),
-                *inputs.desired_input_kwarg_layouts.values(),
-            )
-            yield from [placement for placement in wanted if placement is not None][:1]
+            given = (*(inputs.args or ()), *inputs.kwargs.values())
+            yield from [one.want[1] for one in given if one is not None][:1]
 
 
 def _undo_default(entry: _Entry) -> None:
@@ -500,15 +579,27 @@ def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
 class _FirstForward:
     """Checks a model once, when it first runs: by then every part of the plan has been applied."""
 
-    def __init__(self, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        ties: list[list[tuple[str, nn.Module, str]]],
+        placed: list[tuple[str, str]],
+    ) -> None:
         self.mesh = mesh
         self.ties = ties
+        self.placed = placed
 
     @classmethod
     def watch(
         cls, module: nn.Module, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]
     ) -> None:
-        module.register_forward_pre_hook(cls(mesh, ties), prepend=True)
+        placed = [
+            (prefix, name)
+            for prefix, owner in module.named_modules()
+            for name, param in owner._parameters.items()
+            if isinstance(param, DTensor)
+        ]
+        module.register_forward_pre_hook(cls(mesh, ties, placed), prepend=True)
 
     def __deepcopy__(self, memo: Any) -> _FirstForward:
         return self
@@ -516,6 +607,7 @@ class _FirstForward:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self._check_placed(module)
         plain = [
             f"{name} {tuple(param.shape)}"
             for name, param in module.named_parameters()
@@ -545,3 +637,24 @@ class _FirstForward:
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
+
+    def _check_placed(self, module: nn.Module) -> None:
+        """Refuse a model that DistributedDataParallel or FSDP1 has taken the DTensors out of."""
+        wrapper = _data_parallel(module)
+        for prefix, name in self.placed:
+            try:
+                owner = module.get_submodule(prefix)
+            except AttributeError:
+                continue  # Wrapped or replaced since.
+            param = owner._parameters.get(name)
+            # FSDP1 leaves a view of its own in the parameter's place.
+            hidden = param is None and isinstance(owner.__dict__.get(name), Tensor)
+            if wrapper is None and not hidden and not hasattr(param, _LOCALIZED):
+                continue
+            where = f"{prefix}.{name}" if prefix else name
+            raise ValueError(
+                f"{type(module).__name__} on mesh {describe_mesh(self.mesh)}: {where}, a DTensor "
+                f"when the plan was applied, is not the module's own parameter any more, as "
+                f"{wrapper or 'DistributedDataParallel(device_mesh=...) and FSDP1'} make it: "
+                f"{_MEND}"
+            )

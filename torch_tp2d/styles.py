@@ -448,6 +448,7 @@ class _ChoosingRunner(Runner):
         self.style = own.style
         self.grid, self.rates = own.grid, rates
         self.own, self.stationary = own, stationary
+        self.use_local_output = own.use_local_output
         self.case = LinearCase(
             rule=style.rule,
             takes=style.input_layouts,
