@@ -91,6 +91,35 @@ def enter(
         ValueError: for a local tensor that a style has handed out in another layout, and for one
             that comes from outside and is the same on every row.
     """
+    result = _entered(
+        x,
+        declared,
+        wanted,
+        grid,
+        row_dim,
+        features,
+        whole_grad=whole_grad,
+        arriving=arriving,
+        module=module,
+    )
+    if not certain and not isinstance(x, DTensor):
+        # Last, as it needs the other ranks: what this rank finds by itself comes first.
+        refuse_one_input_for_all_rows(x, declared, module, grid)
+    return result
+
+
+def _entered(
+    x: Tensor,
+    declared: Layout,
+    wanted: Layout,
+    grid: Grid,
+    row_dim: int,
+    features: int | None,
+    *,
+    whole_grad: bool,
+    arriving: bool,
+    module: nn.Module,
+) -> Tensor | Shared:
     given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
         declared = normalize(grid.layout(x, row_dim), x.ndim)
@@ -111,8 +140,6 @@ def enter(
             x = x.to_local()
     else:
         grid.check_handed(x, declared, module)
-        if not certain:
-            refuse_one_input_for_all_rows(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     if declared == wanted:

@@ -172,18 +172,18 @@ class WholeRunner(Runner):
             if declared is None:
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
-            if not self.certain:
-                refuse_one_input_for_all_rows(x, declared, module, self.grid)
             if self.wanted is None and self._takes_tokens(x, declared):
                 x = self.grid.without_stand_in(x, declared)
                 shape = self.grid.shape_of(x, declared)
                 y = self._locally(module, x, declared)
                 # Asked for before the module ran, so that the answer came meanwhile.
                 sizes = shape()[:-1]
+                self._compare_rows(module, given, declared)
                 if use_local:
                     return self.grid.with_stand_in(y, declared, sizes)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             x = to_dtensor(x, declared, self.grid)
+            self._compare_rows(module, given, declared)
         elif x.device_mesh != self.grid.mesh:
             layout = self.grid.layout(x, self.row_dim)
             x = to_dtensor(x.to_local(), layout, self.grid)
@@ -221,6 +221,10 @@ class WholeRunner(Runner):
             return y
         layout = self.grid.layout(y, self.row_dim)
         return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
+
+    def _compare_rows(self, module: nn.Module, x: Tensor, declared: Layout) -> None:
+        if not self.certain:
+            refuse_one_input_for_all_rows(x, declared, module, self.grid)
 
     def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
         """A further local tensor of the same tokens as ``x``, laid out alike."""
