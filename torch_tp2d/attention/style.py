@@ -36,6 +36,9 @@ class Attention2D(GridStyle):
       gathered along ``tp_col``, once for all the projections.
     * Plain tensors (masks, rotary tables, position ids) are taken to be whole, as made from
       global shapes, and are cut to this row's tokens and this column's heads (``whole_inputs``).
+    * A ``BlockMask`` of ``flex_attention`` is cut likewise, and its function asked about indices of
+      the whole. A ``score_mod`` is not: it sees this row's batch and this column's heads, both
+      numbered from 0.
     * Integer attributes that count heads are divided by the size of ``tp_col``.
     * While the module runs, ``scaled_dot_product_attention`` is computed across the grid. Key and
       value heads that do not divide over ``tp_col``, and query heads that do not, are whole in the
