@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import world
 from models import grid_mesh, relative
+from test_bytes import fake_grid
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import torch_tp2d
-from torch_tp2d import Attention2D, Colwise2D, Rowwise2D, attention_projections
+from torch_tp2d import Attention2D, attention_projections
 
 BATCH, SEQUENCE, HIDDEN, HEADS = 4, 16, 32, 4
 
@@ -96,3 +98,47 @@ def test_a_block_mask_is_cut_to_the_row_and_the_heads(grid: tuple[int, int]) -> 
     error; compiled it ended the process with SIGFPE.
     """
     world.run(grid[0] * grid[1], _flex_rank, *grid)
+
+
+class WrittenOut(nn.Module):
+    """Grouped-query attention as Hugging Face's "eager" has it."""
+
+    def __init__(self, heads: int, key_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = heads, key_heads
+        self.n_rep = heads // key_heads
+        self.head_dim = HIDDEN // heads
+        self.q, self.o = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.k, self.v = (nn.Linear(HIDDEN, key_heads * self.head_dim) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
+            for y in (self.q(x), self.k(x), self.v(x))
+        )
+        k, v = (y.repeat_interleave(self.n_rep, 1) for y in (k, v))
+        y = (q @ k.mT).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_written_out_attention_is_refused_before_it_fails_by_itself() -> None:
+    """Key heads that do not divide, and a module that multiplies queries and keys itself.
+
+    The message that says so came after the module had run, and it never got so far: torch's
+    "size of tensor a (4) must match the size of tensor b (2)" came instead.
+    """
+    with fake_grid(1, 4) as mesh:
+        q, kv, o = attention_projections(8, 2, 4)
+        plan = {"": Attention2D(input_layouts=Replicate()), "q": q, "[kv]": kv, "o": o}
+        module = WrittenOut(8, 2)
+        torch_tp2d.parallelize_module(module, mesh, plan)
+        words = "did not call scaled_dot_product_attention.*8 query and 2 key heads.*sdpa"
+        with pytest.raises(ValueError, match=words) as caught:
+            module(torch.randn(2, SEQUENCE, HIDDEN))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        # Hugging Face's own say in their config how they compute it.
+        module = WrittenOut(8, 2)
+        module.config = SimpleNamespace(_attn_implementation="eager")
+        words = "by 'eager' and not by scaled_dot_product_attention.*8 query and 2 key heads"
+        with pytest.raises(ValueError, match=words):
+            torch_tp2d.parallelize_module(module, mesh, plan)

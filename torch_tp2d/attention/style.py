@@ -180,6 +180,7 @@ class Attention2D(GridStyle):
                 f'algorithm="two_phase" has to know: give num_heads'
             )
         self.check_positions(module, grid)
+        AttentionRunner(self, module, grid).check(module)
 
     def check_positions(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that would take this row's tokens for all there are.
