@@ -12,11 +12,12 @@ import world
 from models import grid_mesh, relative
 from test_bytes import fake_grid
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import torch_tp2d
-from torch_tp2d import Attention2D, attention_projections
+from torch_tp2d import Attention2D, Colwise2D, Rowwise2D, attention_projections
 
 BATCH, SEQUENCE, HIDDEN, HEADS = 4, 16, 32, 4
 
@@ -142,3 +143,97 @@ def test_written_out_attention_is_refused_before_it_fails_by_itself() -> None:
         words = "by 'eager' and not by scaled_dot_product_attention.*8 query and 2 key heads"
         with pytest.raises(ValueError, match=words):
             torch_tp2d.parallelize_module(module, mesh, plan)
+
+
+class Named(nn.Module):
+    """Linears of the given features, by name, and attributes; a plan is applied to it, no more."""
+
+    def __init__(self, linears: dict[str, tuple[int, int]], **attributes: Any) -> None:
+        super().__init__()
+        for name, (into, out) in linears.items():
+            self.add_module(name, nn.Linear(into, out))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def _fused_plan(module: nn.Module, **options: Any) -> dict[str, Any]:
+    takers = ("o", "down")
+    return {
+        name: Rowwise2D() if name.rpartition(".")[2] in takers else Colwise2D(**options)
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear)
+    }
+
+
+HEADED = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("linears", "attributes", "options", "words"),
+    [
+        ({"qkv": (32, 96), "o": (32, 32)}, {}, {}, "'qkv'.*96 features.*'o'.*takes 32.*parts=3"),
+        ({"qkv": (32, 96), "o": (32, 32)}, {}, {"parts": 2}, "takes 32.*parts=3"),
+        ({"gate_up": (32, 256), "down": (128, 32)}, {}, {}, "takes 128.*Give it parts=2,"),
+        # All of a block's Linears in one module: the widest that fits is the one.
+        (
+            {"q": (32, 32), "gate_up": (32, 256), "down": (128, 32), "o": (32, 32)},
+            {},
+            {},
+            "'gate_up'.*'down'.*takes 128.*parts=2",
+        ),
+        ({"qkv": (32, 48), "o": (32, 32)}, HEADED, {}, "8 query and 2 key heads of 4.*three"),
+        ({"qkv": (32, 48), "o": (32, 32)}, HEADED, {"parts": 3}, "8 query and 2 key heads"),
+        ({"q": (32, 32), "kv": (32, 16), "o": (32, 32)}, HEADED, {}, "keys and values.*parts=2"),
+    ],
+)
+def test_fused_projections_are_told_by_what_takes_their_output(
+    linears: Any, attributes: Any, options: Any, words: str
+) -> None:
+    """A plain Colwise2D of queries, keys and values in one weight, or with wrong ``parts``.
+
+    Outputs and gradients were wrong by 10 to 190 %, in silence: a shard has the right shape, and
+    the module splits it as if it were a share of each projection.
+    """
+    with fake_grid(2, 2) as mesh:
+        module = Named(linears, **attributes)
+        with pytest.raises(ValueError, match=words):
+            torch_tp2d.parallelize_module(module, mesh, _fused_plan(module, **options))
+        assert not any(isinstance(p, DTensor) for p in module.parameters())
+        # In a module of its own, as in a gate that holds its projection.
+        name = next(n for n in linears if n not in ("q", "o", "down"))
+        inner = Named({name: linears[name]}, **attributes)
+        outer = Named({n: s for n, s in linears.items() if n in ("o", "down")}, inner=inner)
+        if "num_heads" not in attributes:
+            with pytest.raises(ValueError, match=words.replace(f"'{name}'", f"'inner.{name}'")):
+                torch_tp2d.parallelize_module(outer, mesh, _fused_plan(outer, **options))
+        for right in (Colwise2D(parts=1), Colwise2D(output_layouts=Replicate())):
+            plan = {n: Rowwise2D() if n in ("o", "down") else right for n in linears}
+            torch_tp2d.parallelize_module(Named(linears, **attributes), mesh, plan)
+
+
+def test_fused_stock_projections_and_lines() -> None:
+    linears = {"qkv": (32, 96), "o": (32, 32)}
+    with fake_grid(2, 2) as mesh:
+        plan = {"qkv": ColwiseParallel(), "o": RowwiseParallel()}
+        with pytest.raises(ValueError, match="parts=3 of a Colwise2D in its place"):
+            torch_tp2d.parallelize_module(Named(linears), mesh, plan)
+        plan = {"qkv": ColwiseParallel(use_local_output=False), "o": RowwiseParallel()}
+        torch_tp2d.parallelize_module(Named(linears), mesh, plan)
+    with fake_grid(2, 1) as mesh:
+        torch_tp2d.parallelize_module(Named(linears), mesh, _fused_plan(Named(linears)))
+
+
+@pytest.mark.parametrize(
+    ("linears", "attributes"),
+    [
+        ({"q": (32, 32), "k": (32, 8), "v": (32, 8), "o": (32, 32)}, HEADED),
+        ({"q": (32, 32), "up": (32, 128), "down": (128, 32), "o": (32, 32)}, {}),
+        ({"w1": (32, 88), "w3": (32, 88), "down": (88, 32), "router": (32, 4)}, {}),
+        # Fused or not cannot be told: as many features as queries have.
+        ({"kv": (32, 32), "o": (32, 32)}, HEADED | {"num_kv_heads": 4}),
+    ],
+)
+def test_projections_that_are_not_fused(linears: Any, attributes: Any) -> None:
+    with fake_grid(2, 2) as mesh:
+        module = Named(linears, **attributes)
+        torch_tp2d.parallelize_module(module, mesh, _fused_plan(module))

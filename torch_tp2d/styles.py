@@ -60,7 +60,7 @@ class _MatmulStyle(GridStyle):
         reshard_after_forward: bool | None = None,
         regather_input: bool = False,
         grad_layouts: LayoutLike = None,
-        parts: int = 1,
+        parts: int | None = None,
     ) -> None:
         super().__init__()
         layouts.check_row_dim(row_dim)
@@ -81,6 +81,8 @@ class _MatmulStyle(GridStyle):
                 f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
                 f'backward: regather_input is for Colwise2D with "ring", leave it out'
             )
+        self.says_parts = parts is not None
+        parts = 1 if parts is None else parts
         if parts < 1 or (parts > 1 and not (self.rule is layouts.COLWISE and use_local_output)):
             raise ValueError(
                 f"parts is the number of projections that a fused weight holds side by side, at "
@@ -537,7 +539,10 @@ class Colwise2D(_MatmulStyle):
             (and so saved as one matrix), but the output is this rank's share of each projection,
             side by side. For that the ranks along ``tp_col`` exchange columns of their shards
             before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
-            stationary, they exchange the output's features instead.
+            stationary, they exchange the output's features instead. None (default) is 1, and
+            :func:`torch_tp2d.parallelize_module` refuses it where the Rowwise2D beside takes so
+            much less than this module gives that there must be several; 1 says that there is one,
+            or that what belongs together stands side by side (queries, keys and values by heads).
 
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.
