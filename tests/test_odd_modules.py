@@ -12,12 +12,20 @@ import world
 from models import grid_mesh, relative
 from test_bytes import fake_grid
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.utils import parametrizations, parametrize
 
 import torch_tp2d
-from torch_tp2d import Attention2D, Colwise2D, Rowwise2D, attention_projections
+from torch_tp2d import (
+    Attention2D,
+    Block2DParallel,
+    Colwise2D,
+    Norm2D,
+    Rowwise2D,
+    attention_projections,
+)
 
 BATCH, SEQUENCE, HIDDEN, HEADS = 4, 16, 32, 4
 
@@ -237,3 +245,206 @@ def test_projections_that_are_not_fused(linears: Any, attributes: Any) -> None:
     with fake_grid(2, 2) as mesh:
         module = Named(linears, **attributes)
         torch_tp2d.parallelize_module(module, mesh, _fused_plan(module))
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's: a Linear that stores ``[in, out]``, and calls its input ``x``."""
+
+    def __init__(self, out: int, into: int) -> None:
+        super().__init__()
+        self.nf = out
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(into, out)),
+            nn.Parameter(torch.randn(out)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class ByKeyword(nn.Module):
+    """Calls what it holds by keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, HIDDEN)
+        self.norm, self.split_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.dropout = nn.Dropout(0.0)
+        self.up, self.mid, self.down = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.conv = Conv1D(HIDDEN, HIDDEN)
+        self.stock = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.dropout(input=self.norm(input=self.embed(input=ids)))
+        y = self.split_norm(input=self.mid(input=self.up(input=x)))
+        return self.stock(input=self.conv(x=self.down(input=y)))
+
+
+def _keywords_rank() -> None:
+    mesh = grid_mesh(2, 2)
+    torch.manual_seed(0)
+    reference = ByKeyword().double()
+    model = copy.deepcopy(reference)
+    plan = {
+        "embed": Rowwise2D(output_layouts=Shard(1)),
+        "norm": SequenceParallel(use_local_output=True),
+        "up": Colwise2D(input_layouts=Shard(1)),
+        "mid": Block2DParallel(),
+        "split_norm": Norm2D(),
+        "down": Rowwise2D(),
+        "conv": Colwise2D(),
+        "stock": RowwiseParallel(use_local_output=False),
+    }
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    ids = torch.arange(12).view(4, 3) % 11
+    wanted = reference(ids)
+    wanted.sin().sum().backward()
+    y = model(ids)
+    y.sin().sum().backward()
+    assert relative(y.full_tensor(), wanted) < 1e-12
+    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert relative(ours.grad.full_tensor(), param.grad) < 1e-12, name
+
+
+def test_modules_called_by_keyword() -> None:
+    """``linear(input=x)`` was "run() got an unexpected keyword argument 'input'"."""
+    world.run(4, _keywords_rank)
+
+
+class _Scaled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * weight.tanh()
+
+
+def _by_scale(module: nn.Module) -> None:
+    parametrize.register_parametrization(module, "weight", _Scaled())
+
+
+PARAMETRIZED = {
+    "function": _by_scale,
+    "spectral": parametrizations.spectral_norm,
+    "weight": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old_weight": torch.nn.utils.weight_norm,
+    "old_spectral": torch.nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+def test_parametrized_modules_are_refused(kind: str) -> None:
+    """They failed half-way: "found non-leaf tensor", or that 'weight' exists already."""
+    with fake_grid(2, 2) as mesh:
+        module = Named({"up": (8, 16), "down": (16, 8)})
+        PARAMETRIZED[kind](module.up)
+        plan = {"up": Colwise2D(), "down": Rowwise2D()}
+        with pytest.raises(ValueError, match="'up'.*weight is no parameter.*plan first"):
+            torch_tp2d.parallelize_module(module, mesh, plan)
+        assert not any(isinstance(p, DTensor) for p in module.parameters())
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).sin())
+
+
+class Adapted(nn.Module):
+    """A Linear with a low-rank adapter, laid out as peft lays it out."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"a": nn.Linear(3, base.out_features, bias=False)})
+        self.lora_dropout = nn.ModuleDict()
+        self.in_features = base.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["a"](self.lora_A["a"](x))
+
+
+class Gated(nn.Module):
+    """Two projections in one weight, with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(nn.Linear(8, 32)), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(gate.sin() * up)
+
+
+def _differences(model: nn.Module, reference: nn.Module, rows: int, row: int) -> dict[str, float]:
+    """Of the output of this row, and of all gradients."""
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    wanted, y = reference(x), model(x.chunk(rows)[row])
+    wanted.sin().sum().backward()
+    y.sin().sum().backward()
+    seen = {"output": relative(y, wanted.chunk(rows)[row])}
+    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
+        seen[name] = relative(ours.grad.full_tensor(), param.grad)
+    return seen
+
+
+def _parametrized_after_rank() -> list[dict[str, float]]:
+    mesh = grid_mesh(2, 2)
+    row, _ = mesh.get_coordinate()
+    seen = []
+    for way in (_by_scale, parametrizations.spectral_norm):
+        for name in ("up", "down"):
+            torch.manual_seed(0)
+            reference = Mlp().double()
+            model = copy.deepcopy(reference)
+            torch_tp2d.parallelize_module(model, mesh, {"up": Colwise2D(), "down": Rowwise2D()})
+            for part in (reference, model):
+                torch.manual_seed(1)
+                way(part.get_submodule(name))
+            seen.append(_differences(model, reference, 2, row))
+    return seen
+
+
+def test_parametrizing_after_the_plan_is_right() -> None:
+    """As the message to those who parametrize before it says."""
+    for seen in world.run(4, _parametrized_after_rank):
+        assert max(max(one.values()) for one in seen) < 1e-12, seen
+
+
+def _fused_adapter_rank() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    row, _ = mesh.get_coordinate()
+    torch.manual_seed(0)
+    reference = Gated().double()
+    model = copy.deepcopy(reference)
+    torch_tp2d.parallelize_module(model, mesh, {"up": Colwise2D(parts=2), "down": Rowwise2D()})
+    return _differences(model, reference, 2, row)
+
+
+def test_an_adapter_of_a_fused_projection_is_shared_out_alike() -> None:
+    """The adapter's columns were a plain shard, beside the base layer's share of each part.
+
+    Outputs and gradients were wrong without an error.
+    """
+    for seen in world.run(4, _fused_adapter_rank):
+        assert max(seen.values()) < 1e-12, seen
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (1, 2)])
+def test_inputs_without_tokens_are_refused(grid: tuple[int, int]) -> None:
+    """``[features]`` was an IndexError from within, or an invalid gradient in backward."""
+    with fake_grid(*grid) as mesh:
+        for dataflow in ("auto", "weight_stationary"):
+            model = Mlp()
+            style = Colwise2D(dataflow=dataflow)
+            torch_tp2d.parallelize_module(model, mesh, {"up": style, "down": Rowwise2D()})
+            with pytest.raises(ValueError, match=r"shape \(8,\).*at least one dim of tokens"):
+                model(torch.zeros(8))
+        norm = torch_tp2d.parallelize_module(nn.LayerNorm(8), mesh, Norm2D())
+        with pytest.raises(ValueError, match=r"shape \(4,\).*at least one dim of tokens"):
+            norm(torch.zeros(4))
+        table = torch_tp2d.parallelize_module(nn.Embedding(8, 8), mesh, Rowwise2D())
+        with pytest.raises(ValueError, match=r"shape \(\).*ids \[tokens\]"):
+            table(torch.tensor(3))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from . import layouts
-from .base import GridStyle, LayoutLike, Runner, local_shards
+from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards
 from .comm import deal_grad
 from .edges import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
@@ -306,6 +306,7 @@ class _LinearRunner(Runner):
         return Ready(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut))
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
             ready = take_up(module, self.prepare)
@@ -396,6 +397,7 @@ class _StationaryRunner(Runner):
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
         sizes = self.grid.sizes_of(x)
         x = enter(x, self.declared, self.operand, self.grid, self.row_dim, self.in_features)
         weight, bias = local_shards(module.weight, module.bias)
