@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,9 @@ import world
 from models import grid_mesh, relative
 from test_bytes import fake_grid
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -448,3 +452,119 @@ def test_inputs_without_tokens_are_refused(grid: tuple[int, int]) -> None:
         table = torch_tp2d.parallelize_module(nn.Embedding(8, 8), mesh, Rowwise2D())
         with pytest.raises(ValueError, match=r"shape \(\).*ids \[tokens\]"):
             table(torch.tensor(3))
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Gemma's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3.0 * super().forward(input)
+
+
+class OffsetEmbedding(nn.Embedding):
+    """OPT's table of positions, of which the first two rows are not used."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return super().forward(positions + 2)
+
+
+class OddlyEmbedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = ScaledEmbedding(11, 8), OffsetEmbedding(6, 8)
+        self.mlp = Mlp()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        return self.mlp(self.embed(ids) + self.positions(positions))
+
+
+def _oddly_embedded_rank() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    torch.manual_seed(0)
+    reference = OddlyEmbedded().double()
+    model = copy.deepcopy(reference)
+    plan = {"mlp.up": Colwise2D(), "mlp.down": Rowwise2D(use_local_output=False)}
+    for name in ("embed", "positions"):
+        words = "(?s)forward of its own .* would be skipped.*torch_tp2d.Replicate\\(input_layouts"
+        with pytest.raises(TypeError, match=words):
+            torch_tp2d.parallelize_module(model, mesh, {name: Rowwise2D()} | plan)
+    whole = Replicate(), Replicate()
+    table = torch_tp2d.Replicate(input_layouts=whole, output_layouts=Replicate())
+    torch_tp2d.parallelize_module(model, mesh, {"embed": table, "positions": table} | plan)
+    ids = torch.arange(12).view(4, 3) % 11
+    wanted, y = reference(ids), model(ids)
+    wanted.sin().sum().backward()
+    y.sin().sum().backward()
+    seen = {"output": relative(y.full_tensor(), wanted)}
+    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
+        seen[name] = relative(ours.grad.full_tensor(), param.grad)
+    return seen
+
+
+def test_embeddings_that_do_more_than_look_up() -> None:
+    """The message named Linears and norms, not what to write for them; that is right."""
+    for seen in world.run(4, _oddly_embedded_rank):
+        assert max(seen.values()) < 1e-12, seen
+
+
+def _functional_rank() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    row, _ = mesh.get_coordinate()
+    torch.manual_seed(0)
+    reference = Mlp().double()
+    model = copy.deepcopy(reference)
+    torch_tp2d.parallelize_module(model, mesh, {"up": Colwise2D(), "down": Rowwise2D()})
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    own, params = x.chunk(2)[row], dict(model.named_parameters())
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, given, (own,)).sin().sum()
+
+    for transformed in (torch.func.grad(loss), partial(torch.func.vjp, loss)):
+        with pytest.raises(NotImplementedError, match="functional_call.*torch.autograd.grad"):
+            transformed(params)
+    reference(x).sin().sum().backward()
+    grads = torch.autograd.grad(loss(params), list(params.values()))
+    names = dict(reference.named_parameters())
+    return {
+        name: relative(grad.full_tensor(), names[name].grad)
+        for name, grad in zip(params, grads, strict=True)
+    }
+
+
+def test_transforms_of_functions_are_refused_and_functional_calls_right() -> None:
+    """``torch.func.grad`` raised "it must override the setup_context staticmethod"."""
+    for seen in world.run(4, _functional_rank):
+        assert max(seen.values()) < 1e-12, seen
+
+
+def _full_state_rank() -> float:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    torch.manual_seed(0)
+    wanted = {name: torch.randn_like(x) for name, x in Uneven().state_dict().items()}
+    model = Uneven()
+    plan = {"up": Colwise2D(), "down": Rowwise2D()}
+    torch_tp2d.parallelize_module(model, mesh["tp_row", "tp_col"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    given = dict(wanted) if mesh.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, given, options=options)
+    return max(
+        relative(ours.full_tensor(), wanted[name]) for name, ours in model.state_dict().items()
+    )
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+
+def test_a_full_state_dict_goes_onto_a_grid_under_fsdp2() -> None:
+    """Without ``broadcast_from_rank0`` torch ends in a bare AssertionError.
+
+    So it does with its own styles: distribute_tensor does not take a ``_StridedShard`` of a dim
+    that does not divide over both axes.
+    """
+    assert world.run(4, _full_state_rank) == [0.0] * 4

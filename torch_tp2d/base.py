@@ -33,6 +33,7 @@ __all__ = [
     "local_shards",
     "place_parameter",
     "put_on_grid",
+    "refuse_transforms",
     "take_off_grid",
     "tied_message",
 ]
@@ -180,6 +181,8 @@ class _OnGrid:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
+        if not torch.compiler.is_compiling():
+            refuse_transforms(self)
         return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -239,6 +242,20 @@ def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Te
     return DTensor.from_local(
         grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
+
+
+def refuse_transforms(module: nn.Module) -> None:
+    """Refuse to run under a transform of torch.func, which wraps parameters in tensors of its own.
+
+    Raises:
+        NotImplementedError: saying how to come by the gradients.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{describe_module(module)}: torch.func's transforms (grad, vjp, jvp, vmap) do not "
+            f"reach into a module on a mesh: call it by torch.func.functional_call with the "
+            f"parameters wanted, and take torch.autograd.grad of that"
+        )
 
 
 def check_dims(module: nn.Module, x: Tensor, least: int, wanted: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .base import GridStyle, take_off_grid, tied_message
+from .base import GridStyle, refuse_transforms, take_off_grid, tied_message
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from .fused import check_fused
 from .grid import Grid, check_mesh, describe_mesh
@@ -449,6 +449,7 @@ class _FirstForward:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        refuse_transforms(module)
         plain = [
             f"{name} {tuple(param.shape)}"
             for name, param in module.named_parameters()

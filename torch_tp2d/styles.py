@@ -159,6 +159,15 @@ class _MatmulStyle(GridStyle):
                 f"no padding, dilation or groups), not {describe_module(module)}: use "
                 f"torch_tp2d.Replicate() for it"
             )
+        elif isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"{style} is for an nn.Embedding that looks up rows and no more, but "
+                f"{describe_module(module)} has a forward of its own (a scale, an offset of "
+                f"positions), which would be skipped: put an nn.Embedding in its place and do the "
+                f"rest in the module around it, or keep it whole on every rank: for ids [batch, "
+                f"sequence], torch_tp2d.Replicate(input_layouts=(Replicate(), Replicate()), "
+                f"output_layouts=Replicate())"
+            )
         elif not (is_linear(module) or is_conv1d(module)):
             raise TypeError(
                 f"{style} is for nn.Linear, {'nn.Embedding ' if self.embeddings else ''}and "
