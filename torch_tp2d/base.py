@@ -182,7 +182,7 @@ class _OnGrid:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
         if not torch.compiler.is_compiling():
-            refuse_transforms(self)
+            refuse_transforms(self)  # type: ignore[arg-type]
         return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -13,10 +13,10 @@ __all__ = ["Share", "own_blocks"]
 
 
 class Share(NamedTuple):
-    """A rank's part of a dim: ``count`` of ``whole``, from ``first`` on."""
+    """A rank's part of a dim: ``size`` of ``whole``, from ``first`` on."""
 
     first: int
-    count: int
+    size: int
     whole: int
 
 
@@ -32,13 +32,13 @@ def own_blocks(mask: BlockMask, batch: Share, heads: Share) -> BlockMask:
     """
     index, offsets = [], []
     for name, size, share in zip(("batch", "heads"), mask.shape, (batch, heads), strict=False):
-        if size not in (1, share.whole, share.count):
+        if size not in (1, share.whole, share.size):
             raise ValueError(
                 f"a BlockMask of shape {mask.shape} is for {size} in its {name}, of which there "
-                f"are {share.whole}, and {share.count} on this rank"
+                f"are {share.whole}, and {share.size} on this rank"
             )
-        cuts = size == share.whole != share.count
-        index.append(slice(share.first, share.first + share.count) if cuts else slice(None))
+        cuts = size == share.whole != share.size
+        index.append(slice(share.first, share.first + share.size) if cuts else slice(None))
         # Where it is the same for all, its function is asked about each all the same.
         offsets.append(share.first if cuts or size == 1 else 0)
     if not any(offsets) and index == [slice(None)] * 2:

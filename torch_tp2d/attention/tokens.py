@@ -136,7 +136,7 @@ class Tokens:
         sizes = row.split(whole)
         # A row without samples computes one that stands in for none.
         batch = Share(sum(sizes[: row.index]), sizes[row.index], whole)
-        if not batch.count:
+        if not batch.size:
             batch = Share(0, 1, whole)
         if heads is None or heads.whole_query:
             count = mask.shape[1] if heads is None else heads.query
