@@ -20,15 +20,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .attention import Attention2D
-from .base import GridStyle, take_off_grid, tied_message
+from .base import GridStyle, refuse_transforms, take_off_grid, tied_message
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
+from .fused import check_fused
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
 from .lift import Lifted
 from .local import Local2D
 from .lora import is_adapted
 from .lora import parts as adapted_parts
-from .recognise import describe_module, is_conv1d, is_embedding, is_linear
+from .recognise import HEAD_SIZES, describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate, WholeRunner
 from .runtime.ahead import Forward
 from .runtime.context import context_of
@@ -145,6 +146,7 @@ def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_En
     for entry in entries:
         _undo_default(entry)
     _check(entries, mesh)
+    check_fused(module, [entry[1:] for entry in entries], mesh)
     return entries
 
 
@@ -290,9 +292,6 @@ def _is_hook(style: ParallelStyle) -> bool:
     return isinstance(style, GridStyle) and style.is_hook
 
 
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
-
-
 def _check_heads(entry: _Entry, grid: Grid) -> None:
     """A projection into heads whose local output would split a head.
 
@@ -306,7 +305,7 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         return
     if style.output_layouts[1] not in (dt.Shard(-1), dt.Shard(2)):
         return
-    sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
+    sizes = (getattr(entry.parent, name, None) for name in HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
     features = _out_features(entry.module)
     one = getattr(entry.parent, "split_size", None)
@@ -607,6 +606,7 @@ class _FirstForward:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        refuse_transforms(module)
         self._check_placed(module)
         plain = [
             f"{name} {tuple(param.shape)}"

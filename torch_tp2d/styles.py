@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from . import layouts
-from .base import GridStyle, LayoutLike, Runner, local_shards, values_of
+from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards, values_of
 from .comm import deal_grad
 from .edges import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
@@ -61,7 +61,7 @@ class _MatmulStyle(GridStyle):
         reshard_after_forward: bool | None = None,
         regather_input: bool = False,
         grad_layouts: LayoutLike = None,
-        parts: int = 1,
+        parts: int | None = None,
     ) -> None:
         super().__init__()
         layouts.check_row_dim(row_dim)
@@ -82,6 +82,8 @@ class _MatmulStyle(GridStyle):
                 f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
                 f'backward: regather_input is for Colwise2D with "ring", leave it out'
             )
+        self.says_parts = parts is not None
+        parts = 1 if parts is None else parts
         if parts < 1 or (parts > 1 and not (self.rule is layouts.COLWISE and use_local_output)):
             raise ValueError(
                 f"parts is the number of projections that a fused weight holds side by side, at "
@@ -157,6 +159,15 @@ class _MatmulStyle(GridStyle):
                 f"{style} takes a Conv2d whose patches do not overlap (stride equal to the kernel, "
                 f"no padding, dilation or groups), not {describe_module(module)}: use "
                 f"torch_tp2d.Replicate() for it"
+            )
+        elif isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"{style} is for an nn.Embedding that looks up rows and no more, but "
+                f"{describe_module(module)} has a forward of its own (a scale, an offset of "
+                f"positions), which would be skipped: put an nn.Embedding in its place and do the "
+                f"rest in the module around it, or keep it whole on every rank: for ids [batch, "
+                f"sequence], torch_tp2d.Replicate(input_layouts=(Replicate(), Replicate()), "
+                f"output_layouts=Replicate())"
             )
         elif not (is_linear(module) or is_conv1d(module)):
             raise TypeError(
@@ -314,6 +325,7 @@ class _LinearRunner(Runner):
         return Ready(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut), sources)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
             ready = take_up(module, self.prepare, self.grid.context)
@@ -410,6 +422,7 @@ class _StationaryRunner(Runner):
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
         sizes = self.grid.sizes_of(x)
         x = enter(
             x,
@@ -563,7 +576,10 @@ class Colwise2D(_MatmulStyle):
             (and so saved as one matrix), but the output is this rank's share of each projection,
             side by side. For that the ranks along ``tp_col`` exchange columns of their shards
             before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
-            stationary, they exchange the output's features instead.
+            stationary, they exchange the output's features instead. None (default) is 1, and
+            :func:`torch_tp2d.parallelize_module` refuses it where the Rowwise2D beside takes so
+            much less than this module gives that there must be several; 1 says that there is one,
+            or that what belongs together stands side by side (queries, keys and values by heads).
 
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.

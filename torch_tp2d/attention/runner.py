@@ -52,15 +52,36 @@ class AttentionRunner(Runner):
         kwargs = {name: tokens.enter(value, name) for name, value in kwargs.items()}
         self._check_keys(module)
         call = Call(self, module, tokens)
-        with Intercept(call.drop, call):
-            result = forward(*args, **kwargs)
-        why = "" if call.happened else self._cannot_do_without(module)
+        cause = None
+        try:
+            with Intercept(call.drop, call):
+                result = forward(*args, **kwargs)
+        except RuntimeError as error:
+            # Its own products may be of heads that do not fit each other.
+            if call.happened or not self.why_not_eager():
+                raise
+            cause = error
+        why = "" if call.happened else self.why_not_eager()
         if why:
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} did not call "
                 f"scaled_dot_product_attention, but {why}"
-            )
+            ) from cause
         return result
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse a Hugging Face module that is set to compute its attention itself.
+
+        Raises:
+            ValueError: if that would be wrong.
+        """
+        how = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        why = "" if how in (None, "sdpa") else self.why_not_eager()
+        if why:
+            raise ValueError(
+                f"{describe_module(module)} computes its attention by {how!r} and not by "
+                f"scaled_dot_product_attention, but {why}"
+            )
 
     def _check_keys(self, module: nn.Module) -> None:
         """That the keys of other rows come from somewhere."""
@@ -76,7 +97,7 @@ class AttentionRunner(Runner):
                 f'attention_projections(whole_keys=True), or use algorithm="ring"'
             )
 
-    def _cannot_do_without(self, module: nn.Module) -> str:
+    def why_not_eager(self) -> str:
         """Why attention on what the projections give is wrong as it stands, if it is."""
         row, col, heads = self.grid.row, self.grid.col, self.heads
         mend = 'have it do so (Hugging Face: attn_implementation="sdpa")'
