@@ -23,7 +23,7 @@ from .layouts import Layout, normalize, reduced
 from .ops.matmul.ring import Shards, gather
 from .ops.matmul.traced import Shared
 from .recognise import describe_module
-from .runtime.context import in_backward
+from .runtime.context import in_backward, selective_region
 from .runtime.deferred import Gathering, Transfer
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
@@ -219,6 +219,9 @@ def refuse_one_input_for_all_rows(
     if not outside or grid.row.size == 1 or not isinstance(declared[0], Shard):
         return
     if torch.compiler.is_compiling() or in_backward() or module in grid.context.compared:
+        return
+    if selective_region() is not None:
+        # What is sent there has to be sent again in backward.
         return
     grid.context.compared.add(module)
     bits = x.detach().contiguous().view(torch.uint8).flatten()

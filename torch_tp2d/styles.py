@@ -28,7 +28,7 @@ from .planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from .planner.rates import Rates, measured
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
 from .runtime.ahead import Ready, take_up
-from .runtime.context import Sizes
+from .runtime.context import Sizes, Watched
 
 __all__ = [
     "Block2DParallel",
@@ -346,12 +346,13 @@ class _LinearRunner(Runner):
         if shards is not None:
             have = have[0], Shard(shards.dim)
         if ready is None:
-            y = linear2d(operand, *self._shards(module), op, shards)
+            watched = None if torch.compiler.is_compiling() else Watched(module.weight)
+            y = linear2d(operand, *self._shards(module), op, shards, watched)
         else:
             assert isinstance(operand, Tensor) and ready.weight is not None
             if torch.is_autocast_enabled(operand.device.type):
                 operand = operand.to(ready.weight.dtype)
-            around = ring.Around(module, self.grid.context, shards)
+            around = ring.Around(module, Watched(module.weight), self.grid.context, shards)
             y = ring.linear(operand, ready.weight, ready.bias, op, ready.moving, around)
             running = self.grid.context.running
             if running is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...comm import all_reduce
+from ...runtime.context import Watched
 from . import bmr, cannon, collective, ring, summa, traced
 from .cut import Algorithm, Cut
 
@@ -72,7 +73,14 @@ class LinearOp:
 
 class _Linear2D(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, op: LinearOp) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        op: LinearOp,
+        param: Watched | None,
+    ) -> Tensor:
         algorithm, cut = op.algorithm, op.cut
         moving = algorithm.prefetch(op.as_b(weight), cut)
         rows = x.flatten(0, -2)
@@ -85,7 +93,7 @@ class _Linear2D(torch.autograd.Function):
         if own is not None:
             # Not in place: selective checkpointing may keep products.
             y = y + own
-        ctx.op, ctx.has_bias = op, bias is not None
+        ctx.op, ctx.param, ctx.has_bias = op, param, bias is not None
         ctx.save_for_backward(x, b if op.keep_weight else weight)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -95,7 +103,9 @@ class _Linear2D(torch.autograd.Function):
         op: LinearOp = ctx.op
         algorithm, cut = op.algorithm, op.cut
         x, saved = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        if need_x and ctx.param is not None:
+            ctx.param.check()
         rows = x.flatten(0, -2)
         grad = grads[0].flatten(0, -2)
 
@@ -124,7 +134,7 @@ class _Linear2D(torch.autograd.Function):
             dw = op.as_b(weight_grad.wait()).contiguous()
         if bias_grad is not None:
             db = bias_grad.wait()
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def _apply(
@@ -133,6 +143,7 @@ def _apply(
     bias: Tensor | None,
     op: LinearOp,
     shards: ring.Shards | None,
+    param: Watched | None,
 ) -> Tensor:
     if isinstance(x, traced.Shared):
         if x.whole is None:
@@ -140,7 +151,7 @@ def _apply(
         x = x.whole
     elif shards is not None:
         return traced.leaving(x, weight, bias, op, shards)
-    return _Linear2D.apply(x, weight, bias, op)
+    return _Linear2D.apply(x, weight, bias, op, param)
 
 
 def linear2d(
@@ -149,6 +160,7 @@ def linear2d(
     bias: Tensor | None,
     op: LinearOp,
     shards: ring.Shards | None = None,
+    param: Watched | None = None,
 ) -> Tensor:
     """``x W^T + bias`` on a grid, on local shards.
 
@@ -171,6 +183,8 @@ def linear2d(
     In a traced graph ``ring`` has its transfers made here, beside the product: ``x`` is gathered if
     it is a :class:`~torch_tp2d.ops.matmul.traced.Shared`, and a partial result is summed and cut if
     there are ``shards``.
+
+    Backward raises a RuntimeError if the weight's parameter, ``param``, was changed since.
     """
     device = weight.device.type
     if torch.is_autocast_enabled(device):
@@ -179,5 +193,5 @@ def linear2d(
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         with torch.autocast(device, enabled=False):
-            return _apply(x, weight, bias, op, shards)
-    return _apply(x, weight, bias, op, shards)
+            return _apply(x, weight, bias, op, shards, param)
+    return _apply(x, weight, bias, op, shards, param)

@@ -32,7 +32,7 @@ from ...comm import (
     without_own,
 )
 from ...runtime.ahead import Regather
-from ...runtime.context import Context
+from ...runtime.context import Context, Watched
 from ...runtime.deferred import (
     Assembly,
     Gathering,
@@ -77,11 +77,13 @@ class Around(NamedTuple):
 
     Args:
         module: the Linear.
+        weight: its parameter.
         context: of its mesh.
         shards: how a result that is a partial sum leaves; None leaves it a partial sum.
     """
 
     module: Any
+    weight: Watched
     context: Context
     shards: Shards | None
 
@@ -285,6 +287,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         op: LinearOp = ctx.op
         cut, shards = op.cut, ctx.around.shards
+        if ctx.needs_input_grad[0]:
+            ctx.around.weight.check()
         backward = backward_of(ctx.around.context)
         x, saved = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
