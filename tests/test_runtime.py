@@ -425,12 +425,12 @@ def _selective(save: str) -> float:
         wanted = op in kept
         return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
-    for algorithm in ("ring", "collective", "summa", "bmr"):
+    for algorithm in ("pipelined", "collective", "summa", "bmr"):
         for reshard in (None, True):
             mesh = grid_mesh(2, 2)
             one = nn.Sequential(*(_mlp(1, seed=seed) for seed in range(3)))
             options = {"algorithm": algorithm}
-            if algorithm in ("ring", "collective"):
+            if algorithm in ("pipelined", "collective"):
                 options["reshard_after_forward"] = reshard
             several = parallelize_module(
                 copy.deepcopy(one),
@@ -465,7 +465,7 @@ def test_selective_checkpointing(save: str) -> None:
 
 
 def _stepped_too_early(mesh: Any) -> float:
-    for algorithm in ("ring", "collective"):
+    for algorithm in ("pipelined", "collective"):
         several = parallelize_module(_mlp(1), mesh, _plan(1, algorithm=algorithm))
         loss = several(_mine(_tokens(4, 8, 8, 0), mesh)).square().sum()
         for param in several.parameters():

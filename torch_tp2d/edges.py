@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .comm import all_gather
 from .grid import Grid, Sizes, describe_mesh
 from .layouts import Layout, normalize, reduced
-from .ops.matmul.ring import Shards, gather
-from .ops.matmul.traced import Shared
+from .ops.matmul import Shards
+from .ops.matmul.inputs import Shared, gather
 from .recognise import describe_module
 from .runtime.context import in_backward, selective_region
 from .runtime.deferred import Gathering, Transfer
@@ -83,7 +83,7 @@ def enter(
         features: global size of the last dim.
         whole_grad: the op's gradient is whole where ``wanted`` replicates.
         arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering` or, in a traced
-            graph, a :class:`~torch_tp2d.ops.matmul.traced.Shared`.
+            graph, a :class:`~torch_tp2d.ops.matmul.inputs.Shared`.
         module: whose input it is, for messages.
         certain: the user has said in full how a local input lies.
 

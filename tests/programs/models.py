@@ -392,6 +392,8 @@ class Plan:
             dataflow=dataflow,
             algorithm=algorithm,
             reshard_after_forward=how.reshard,
-            regather_input=how.regather and kind is Colwise2D and algorithm in ("auto", "ring"),
+            regather_input=(
+                how.regather and kind is Colwise2D and algorithm in ("auto", "pipelined")
+            ),
         )
         return out, local

@@ -44,7 +44,7 @@ def assume(rates: Rates | None) -> None:
     rank, before :func:`~torch_tp2d.parallelize_module`.
 
     Args:
-        rates: None is "not known": each style's own dataflow, and ``ring`` on gloo.
+        rates: None is "not known": each style's own dataflow, and ``pipelined`` on gloo.
 
     Example::
 
