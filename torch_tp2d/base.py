@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from . import debug
 from .deferred import undeferred
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, normalize
@@ -138,6 +140,8 @@ class Runner:
     """What a styled module does in forward. Immutable, and shared by copies of the module."""
 
     style: str
+    name = ""
+    """What the module is called in the model that the plan was applied to, for messages."""
     by_default = False
     """Whether no plan entry asked for it, so that a later one may replace it."""
 
@@ -161,7 +165,10 @@ class _OnGrid:
     _tp2d: Runner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
+        run, forward = self._tp2d.run, super().forward  # type: ignore[misc]
+        if not torch.compiler.is_compiling() and debug.is_on():
+            return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
+        return run(self, forward, *args, **kwargs)
 
 
 _classes: dict[tuple[str, type], type] = {}

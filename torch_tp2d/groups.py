@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["BACKEND", "inherit_timeout", "is_gloo", "own_group"]
+__all__ = ["BACKEND", "inherit_timeout", "is_gloo", "own_group", "timeout_of"]
 
 BACKEND = "gloo_in_order"
 """gloo with one worker thread for each group, as a backend of torch.distributed."""
@@ -65,17 +65,17 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
     """
     world, device = dist.group.WORLD, torch.device(mesh.device_type)
     assert world is not None
-    wanted = _timeout(world, device)
+    wanted = timeout_of(world, device)
     for group in mesh.get_all_groups():
-        given = _timeout(group, device)
+        given = timeout_of(group, device)
         default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
         if wanted is not None and given == default != wanted:
             dist.distributed_c10d._set_pg_timeout(wanted, group)
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long a group's transfers may take; None for a backend that does not say."""
-    if device not in group._device_types:
+    if torch.device(device.type) not in group._device_types:
         return None
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
@@ -101,7 +101,7 @@ def own_group(ranks: Sequence[int], *, gloo: bool) -> dist.ProcessGroup:
         made[key] = dist.new_group(
             list(ranks),
             backend=BACKEND if gloo else None,
-            timeout=_timeout(world, device),
+            timeout=timeout_of(world, device),
             use_local_synchronization=True,
         )
     return made[key]

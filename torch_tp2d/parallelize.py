@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from . import debug
 from .agree import Fact, on_all_ranks
 from .base import GridStyle, take_off_grid, tied_message
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
@@ -140,6 +141,7 @@ def _facts(
         ("mesh", f"{describe_mesh(mesh)} of ranks {mesh.mesh.tolist()}"),
         ("src_data_rank", repr(src_data_rank)),
         ("planner.assume()", assumed()),
+        ("debug mode", "on" if debug.is_on() else "off"),
     ]
     named += [(f"entry for {entry.name!r}", _described(entry.style)) for entry in entries]
     for name, param in module.named_parameters():
@@ -485,6 +487,10 @@ class _FirstForward:
     def watch(
         cls, module: nn.Module, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]
     ) -> None:
+        for name, submodule in module.named_modules():
+            runner = submodule.__dict__.get("_tp2d")
+            if runner is not None:
+                runner.name = name
         module.register_forward_pre_hook(cls(mesh, ties), prepend=True)
 
     def __deepcopy__(self, memo: Any) -> _FirstForward:
