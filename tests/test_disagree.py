@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import world
 from models import grid_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 import torch_tp2d
-from torch_tp2d import Colwise2D, Rowwise2D, agree, parallelize_module
+from torch_tp2d import (
+    Block2DParallel,
+    Colwise2D,
+    Replicate,
+    Rowwise2D,
+    agree,
+    debug,
+    parallelize_module,
+)
 
 
 def _model(
@@ -196,3 +212,180 @@ def test_what_else_is_compared_and_what_is_not() -> None:
 def test_ranks_in_words() -> None:
     assert agree.name_ranks([3]) == "rank 3"
     assert agree.name_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
+
+
+TIMEOUT = 6.0
+"""Seconds, of the process group of the ranks that are treated badly."""
+
+FAULTY = 3
+
+
+def _raises() -> None:
+    raise ArithmeticError("of this rank's own")
+
+
+def _lingers() -> None:
+    """Raises, in a program that takes its time to end."""
+    time.sleep(TIMEOUT * 3)
+    _raises()
+
+
+def _signals(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _nothing() -> None:
+    """What differs is in :func:`_train`."""
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "batch": _nothing,
+    "order": _nothing,
+    "no backward": _nothing,
+    "raises": _raises,
+    "lingers": _lingers,
+    "killed": partial(_signals, signal.SIGKILL),
+    "stopped": partial(_signals, signal.SIGSTOP),
+}
+
+
+def _train(fault: str, watched: bool) -> None:
+    """Three steps; in the second something happens to one rank before its ``b`` runs."""
+    assert dist.group.WORLD is not None
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
+    if watched:
+        debug.enable()
+    mesh = grid_mesh(2, 2)
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "b")}).double()
+    parallelize_module(model, mesh, {"*": Block2DParallel()})
+    here = dist.get_rank() == FAULTY
+
+    def step(a: nn.Module, b: nn.Module, sequence: int = 6, backward: bool = True) -> None:
+        loss = b(a(torch.ones(2, sequence, 4, dtype=torch.float64))).square().sum()
+        if backward:
+            loss.backward()
+
+    a, b = model["a"], model["b"]
+    step(a, b)
+    if here:
+        b.register_forward_pre_hook(lambda module, args: FAULTS[fault]())
+    if here and fault == "order":
+        a, b = b, a
+    step(a, b, 7 if here and fault == "batch" else 6, not (here and fault == "no backward"))
+    step(a, b)
+
+
+def _survivors(fault: str, watched: bool) -> dict[int, tuple[str, float]]:
+    """What the other ranks end with, and after how many seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks: dict[Any, int] = {}
+        processes = []
+        for rank in range(4):
+            here, there = world._server.Pipe(duplex=False)
+            process = world._server.Process(
+                target=world._rank, args=(rank, 4, store, there, _train, (fault, watched))
+            )
+            process.start()
+            there.close()
+            ranks[here] = rank
+            processes.append(process)
+        said: dict[int, tuple[str, float]] = {}
+        start = time.monotonic()
+        while len(said) < 3 and time.monotonic() < start + world.TIMEOUT:
+            for pipe in wait(list(ranks), timeout=1.0):
+                rank = ranks.pop(pipe)
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    good, value = False, "the process died"
+                if rank != FAULTY:
+                    said[rank] = "no error" if good else value, time.monotonic() - start
+        for process in processes:
+            process.kill()
+            process.join()
+    return said
+
+
+_COLLECTIVE = r"\w+ of float64 \[\d+\] in the (forward|backward) of"
+
+# What every other rank says in debug mode. Those along the other axis come further.
+SAID = {
+    "batch": rf"different things. On ranks? \d: {_COLLECTIVE} 'a'.*, but rank 3: {_COLLECTIVE} 'a'",
+    "order": rf"different things. On ranks? \d: {_COLLECTIVE} 'a'.*, but rank 3: {_COLLECTIVE} 'b'",
+    "no backward": rf"On ranks? \d: {_COLLECTIVE} 'b'.*, but rank 3: {_COLLECTIVE} 'a'",
+    "raises": rf"rank 3 ended .*before {_COLLECTIVE} 'b'",
+    "lingers": rf"rank 3 did not come to {_COLLECTIVE} 'b'",
+    "killed": rf"rank 3 ended .*before {_COLLECTIVE} 'b'",
+    "stopped": rf"rank 3 did not come to {_COLLECTIVE} 'b'",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rank_hears_of_a_fault_in_words(fault: str) -> None:
+    """Within the timeout each names the rank, the layer and the collective, the farthest too."""
+    said = _survivors(fault, True)
+    assert len(said) == 3
+    for rank, (message, seconds) in said.items():
+        assert "RanksDisagree" in message and re.search(SAID[fault], message), (rank, message)
+        assert seconds < TIMEOUT + 10.0, (rank, seconds)
+
+
+@pytest.mark.parametrize("fault", ["batch", "lingers", "killed", "stopped"])
+def test_a_fault_ends_every_rank(fault: str) -> None:
+    """Without debug mode it is gloo that says something, on each axis after its timeout."""
+    said = _survivors(fault, False)
+    assert len(said) == 3
+    for rank, (message, seconds) in said.items():
+        assert message != "no error", rank
+        assert seconds < 2 * TIMEOUT + 10.0, (rank, seconds)
+
+
+def _message(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except debug.RanksDisagree as error:
+        return str(error)
+    return "nothing"
+
+
+def _unsummed(which: str) -> str:
+    """Train with one thing wrong about the copies of the norm's parameters."""
+    rank = dist.get_rank()
+    debug.enable(2)
+    mesh = grid_mesh(2, 2)
+    torch.manual_seed(0)
+    modules = [("up", nn.Linear(8, 8)), ("norm", nn.LayerNorm(8)), ("down", nn.Linear(8, 8))]
+    model = nn.Sequential(OrderedDict(modules)).double()
+    plan = {"up": Rowwise2D(), "norm": Replicate(), "down": ColwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    x = torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    step()
+    if which == "sum":
+        # As where a module's layout is guessed wrong.
+        torch_tp2d.replicate.summed = lambda parts, axes, like=None: list(parts)
+    if which == "value" and rank == 1:
+        with torch.no_grad():
+            model.norm.weight.to_local().mul_(1.01)
+    # Of every two passes the first is checked.
+    said = "nothing" if which == "sum" else _message(step)
+    if which == "sum":
+        step()
+    return _message(step) if said == "nothing" else said
+
+
+@pytest.mark.parametrize("which", ["sum", "value", "none"])
+def test_copies_that_differ_are_named(which: str) -> None:
+    """A gradient that is not summed leaves the loss right, and the replicas drift apart."""
+    for message in world.run(4, _unsummed, which):
+        if which == "none":
+            assert message == "nothing"
+        elif which == "sum":
+            assert re.search(r"after backward number 3, .* the gradient of 'norm.weight'", message)
+        else:
+            assert re.search(r"differs: 'norm.weight' \(by 2.6e-02 of its size\)", message), message

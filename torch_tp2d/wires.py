@@ -192,8 +192,9 @@ def _gathered(mine: bytes, group: dist.ProcessGroup, device: torch.device) -> li
     # What counts or traces collectives is about those of the model.
     with _disable_current_modes():
         sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-        rows = sent.new_empty(group.size(), len(mine))
-        dist.all_gather_into_tensor(rows, sent, group)
+        ops = torch.ops._c10d_functional
+        wire = ops.all_gather_into_tensor.default(sent, group.size(), group.group_name)
+        rows = ops.wait_tensor.default(wire).view(group.size(), -1)
     return [bytes(row) for row in rows.tolist()]
 
 
