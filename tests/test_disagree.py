@@ -179,6 +179,15 @@ def _other_ways() -> None:
     except ValueError as error:
         assert "src_data_rank is None on rank 1, but 0 on ranks 0, 2-3" in str(error), error
 
+    was_on = debug.is_on()
+    (debug.enable if rank == 1 else debug.disable)()
+    try:
+        parallelize_module(model, mesh, _plan())
+        raise AssertionError("nothing was said")
+    except ValueError as error:
+        assert "debug mode is on on rank 1, but off on ranks 0, 2-3" in str(error), error
+    (debug.enable if was_on else debug.disable)()
+
     _OwnCheck.fails = rank == 3
     try:
         parallelize_module(model, mesh, _plan(up=_OwnCheck()))

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .comm import all_gather
 from .grid import Grid, describe_mesh
-from .groups import inherit_timeout
+from .groups import gather_facts, inherit_timeout
 
 __all__ = ["Fact", "name_ranks", "on_all_ranks"]
 
@@ -67,11 +67,17 @@ def _sends(mesh: DeviceMesh) -> bool:
 
 def _compare(mesh: DeviceMesh, facts: list[Fact], error: Exception | None) -> None:
     inherit_timeout(mesh)
-    grid = Grid(mesh)
     said = None if error is None else f"{type(error).__name__}: {error}"
     mine = json.dumps([said, facts]).encode()
     digest = _bytes_tensor(hashlib.sha256(mine).digest(), mesh)
-    digests = _of_all_ranks(digest, grid).view(mesh.size(), -1)
+    try:
+        grid = Grid(mesh)
+        digests = _of_all_ranks(digest, grid).view(mesh.size(), -1)
+    except RuntimeError as failure:
+        raise RuntimeError(
+            f"not every rank of the mesh {describe_mesh(mesh)} came to parallelize_module: one "
+            f"has raised, ended or is stuck elsewhere. {failure}"
+        ) from failure
     if bool((digests == digests[0]).all()):
         return
     lengths = _of_all_ranks(torch.tensor([len(mine)], device=mesh.device_type), grid).tolist()
@@ -105,7 +111,8 @@ def _bytes_tensor(data: bytes, mesh: DeviceMesh) -> Tensor:
 def _of_all_ranks(x: Tensor, grid: Grid) -> Tensor:
     """Every rank's ``x`` (one dim, of the same length everywhere), row by row of the mesh."""
     for axis in (grid.col, grid.row):
-        x = all_gather(x, 0, (len(x),) * axis.size, axis).wait()
+        if axis.size > 1:
+            x = gather_facts(x, _resolve_process_group(axis.group))  # type: ignore[arg-type]
     return x
 
 

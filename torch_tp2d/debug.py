@@ -23,7 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -165,7 +165,15 @@ def _watch_of(group_name: str, device: torch.device) -> _Watch:
         given = timeout_of(world, device)
         limit = 1800.0 if given is None else given.total_seconds()
         grace = min(_GRACE, limit / 4)
-        watches[group_name] = _Watch(Wires(group, device, limit), limit - grace, grace)
+        try:
+            wires = Wires(group, device, limit)
+        except (OSError, RuntimeError) as error:
+            ranks = name_ranks(dist.get_process_group_ranks(group))
+            raise RanksDisagree(
+                f"{ranks} were not all there to be connected, before what runs in {_where()}: "
+                f"{error}"
+            ) from error
+        watches[group_name] = _Watch(wires, limit - grace, grace)
     return watches[group_name]
 
 
@@ -177,11 +185,6 @@ def _is_real(x: Tensor, group_name: str) -> bool:
     return torch._guards.active_fake_mode() is None
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _watched(pieces: Sequence[partial[Tensor]]) -> Callable[[], Any]:
     """Compare a transfer with the other ranks' before it starts.
 
@@ -191,7 +194,7 @@ def _watched(pieces: Sequence[partial[Tensor]]) -> Callable[[], Any]:
     """
     first, group_name = pieces[0].args[0], pieces[0].args[-1]
     if not _is_real(first, group_name):
-        return _nothing
+        return nullcontext
     mine = _described(pieces)
     watch = _watch_of(group_name, first.device)
     with watch.lock:
@@ -237,8 +240,8 @@ def _meet(watch: _Watch, mine: Message, what: str) -> list[Message]:
     """Every rank's message, in the group's order."""
     wires = watch.wires
     heard = wires.exchange(mine, watch.patience)
-    for message in heard.values():
-        _heed(message)
+    for rank, message in heard.items():
+        _heed(rank, message)
     gone = wires.closed - heard.keys()
     if gone:
         _give_up(f"{name_ranks(gone)} ended (or left the process group) before {what}")
@@ -248,18 +251,19 @@ def _meet(watch: _Watch, mine: Message, what: str) -> list[Message]:
     return [heard[rank] for rank in wires.ranks]
 
 
-def _heed(message: Message) -> None:
+def _heed(rank: int, message: Message) -> None:
     """Give up if another rank has."""
     if "failed" in message:
         _give_up(message["failed"])
     if "stuck" in message:
-        _give_up(f"{name_ranks(message['missing'])} did not come to {message['stuck']}")
+        missing = {missed for missed, _ in message["missing"]} - set(message["waiting"])
+        _give_up(f"{name_ranks(missing or {rank})} did not come to {message['stuck']}")
 
 
-def _give_up(why: str) -> NoReturn:
+def _give_up(why: str, cause: Exception | None = None) -> NoReturn:
     """Raise, and have every rank that this one meets raise too."""
     _tell_all({"failed": why})
-    raise RanksDisagree(why)
+    raise RanksDisagree(why) from cause
 
 
 def _all_wires() -> list[Wires]:
@@ -273,20 +277,30 @@ def _tell_all(message: Message) -> None:
 
 
 def _find_missing(watch: _Watch, silent: set[int], what: str) -> NoReturn:
-    """Raise for ranks that did not come, or for those that they in turn waited for in vain."""
-    _tell_all({"stuck": what, "missing": sorted(silent), "from": watch.wires.rank})
+    """Raise for ranks that did not come, and not for those that wait in vain themselves.
+
+    Every rank that is stuck tells the ranks that it has wires to what it knows, until nobody
+    learns anything new: so it is known of ranks in another row and column too.
+    """
     waited = {rank: what for rank in silent}
-    stuck: set[int] = set()
+    stuck = {watch.wires.rank}
+
+    def tell() -> None:
+        _tell_all({"stuck": what, "missing": sorted(waited.items()), "waiting": sorted(stuck)})
+
+    tell()
     end = time.monotonic() + watch.grace
     while time.monotonic() < end:
+        known = len(waited), len(stuck)
         for wires in _all_wires():
             for rank, message in wires.listen(min(end, time.monotonic() + 0.05)):
                 if "failed" in message:
                     _give_up(message["failed"])
                 if "stuck" in message:
-                    stuck.add(rank)
-                    for missing in message["missing"]:
-                        waited.setdefault(missing, message["stuck"])
+                    stuck |= {rank, *message["waiting"]}
+                    waited = {**dict(message["missing"]), **waited}
+        if known != (len(waited), len(stuck)):
+            tell()
     # Where all wait for one another nobody is to blame more than the others.
     missing = waited.keys() - stuck or silent
     _give_up(f"{name_ranks(missing)} did not come to {waited[min(missing)]}")
@@ -306,47 +320,41 @@ def _find_cause(watch: _Watch, what: str, error: RuntimeError) -> NoReturn:
     """Raise for a collective that all ranks had come to, and that failed under way."""
     wires = watch.wires
     said = str(error).splitlines()[0]
-    _tell_all({"stuck": f"the end of {what}", "missing": [], "from": wires.rank})
-    quiet = set(wires.ranks) - {wires.rank}
+    _tell_all({"stuck": f"the end of {what}", "missing": [], "waiting": [wires.rank]})
+    quiet = set(wires.peers)
     end = time.monotonic() + watch.grace
-    try:
-        while quiet - wires.closed and not wires.closed and time.monotonic() < end:
-            for rank, message in wires.listen(min(end, time.monotonic() + 0.05)):
-                if "failed" in message:
-                    _give_up(message["failed"])
-                quiet.discard(rank)
-        gone = wires.closed
-        which = f"{name_ranks(gone)} ended" if gone else ""
-        if not gone and quiet:
-            which = f"{name_ranks(quiet)} did not answer"
-        _give_up(f"{which or 'no rank is missing, but a transfer failed'} in {what}: {said}")
-    except RanksDisagree as disagree:
-        raise disagree from error
+    while quiet and not wires.closed and time.monotonic() < end:
+        for rank, message in wires.listen(min(end, time.monotonic() + 0.05)):
+            if "failed" in message:
+                _give_up(message["failed"], error)
+            quiet.discard(rank)
+    if wires.closed:
+        who = f"{name_ranks(wires.closed)} ended (or left the process group)"
+    else:
+        who = f"{name_ranks(quiet)} did not answer" if quiet else "every rank is there, but"
+    _give_up(f"{who} in {what}: {said}", error)
 
 
 # After backward
 
 
-class _Passes(threading.local):
-    """The modules whose backward ran, of each backward pass under way in this thread."""
-
-    def __init__(self) -> None:
-        self.under_way: dict[int, dict[nn.Module, None]] = {}
-
-
-_passes = _Passes()
+_passes: dict[int, dict[nn.Module, None]] = {}
+"""The modules whose backward ran, of each backward pass under way (autograd has its own threads).
+"""
 
 
 def _runs_backward(module: nn.Module, grad: Tensor) -> None:
     task = torch._C._current_graph_task_id()
     if _every == 0 or task == -1 or torch.compiler.is_compiling():
         return
-    if task not in _passes.under_way:
-        # What a pass that raised has left.
-        _passes.under_way = {task: {}}
+    if task not in _passes:
+        while len(_passes) > 8:
+            # Of passes that raised.
+            del _passes[min(_passes)]
+        _passes[task] = {}
         # After what others have to do at the end: FSDP2 puts the gradients in their places.
         _at_end(lambda: _at_end(partial(_compare_copies, task)))
-    _passes.under_way[task][module] = None
+    _passes[task][module] = None
 
 
 def _at_end(act: Callable[[], None]) -> None:
@@ -362,7 +370,7 @@ class _Copy:
 
 
 def _compare_copies(task: int) -> None:
-    modules = _passes.under_way.pop(task, {})
+    modules = _passes.pop(task, {})
     with torch.no_grad():
         for axis, copies in _copies(modules):
             _compare_along(axis, copies)
@@ -472,5 +480,14 @@ def _difference(what: str, facts: list[Message | None], largest: float) -> list[
     return [f"{what} (by {apart / max(size, 1e-300):.1e} of its size)"]
 
 
-if os.environ.get("TP2D_DEBUG", "0") not in ("", "0"):
-    enable(int(os.environ["TP2D_DEBUG"]))
+def _from_environment() -> None:
+    given = os.environ.get("TP2D_DEBUG", "")
+    if not given.isdecimal() and given:
+        raise ValueError(
+            f"TP2D_DEBUG is 0, 1 or of every how many backward passes one is checked, not {given!r}"
+        )
+    if int(given or 0):
+        enable(int(given))
+
+
+_from_environment()

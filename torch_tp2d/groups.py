@@ -22,9 +22,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["BACKEND", "inherit_timeout", "is_gloo", "own_group", "timeout_of"]
+__all__ = ["BACKEND", "gather_facts", "inherit_timeout", "is_gloo", "own_group", "timeout_of"]
 
 BACKEND = "gloo_in_order"
 """gloo with one worker thread for each group, as a backend of torch.distributed."""
@@ -79,6 +81,19 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
         return None
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``facts``, of one dim and of the same length everywhere, one after the other.
+
+    What the ranks tell each other about themselves: neither counted nor traced, nor watched in
+    debug mode, which is about the model's collectives.
+    """
+    ops = torch.ops._c10d_functional
+    with _disable_current_modes(), torch.no_grad():
+        wire = ops.all_gather_into_tensor.default(facts, group.size(), group.group_name)
+        gathered: Tensor = ops.wait_tensor.default(wire)
+    return gathered
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (

@@ -7,7 +7,6 @@ ended is still read.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -19,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .groups import gather_facts
 
 __all__ = ["Message", "Wires"]
 
@@ -68,7 +68,7 @@ class _Peer:
 
     @property
     def waits_to_send(self) -> bool:
-        return bool(self._outgoing)
+        return bool(self._outgoing) and not self.closed
 
     def take(self) -> Message | None:
         """The next message, if all of it is there."""
@@ -101,10 +101,11 @@ class Wires:
         with _listener() as listener:
             token = secrets.token_bytes(_TOKEN_BYTES)
             mine = json.dumps([*listener.getsockname(), token.hex()]).encode()
-            addresses = _gathered(mine.ljust(_ADDRESS_BYTES), group, device)
+            sent = torch.tensor(list(mine.ljust(_ADDRESS_BYTES)), dtype=torch.uint8, device=device)
+            addresses = gather_facts(sent, group).view(group.size(), -1).tolist()
             wires: dict[int, socket.socket] = {}
             for index, address in enumerate(addresses[: self.index]):
-                host, port, theirs = json.loads(address)
+                host, port, theirs = json.loads(bytes(address))
                 wire = socket.create_connection((host, port), max(end - time.monotonic(), 0.1))
                 wire.sendall(bytes.fromhex(theirs) + _LENGTH.pack(self.index))
                 wires[index] = wire
@@ -172,7 +173,7 @@ class Wires:
     def _attend(self, end: float) -> None:
         for peer in self.peers.values():
             events = selectors.EVENT_READ if not peer.closed else 0
-            events |= selectors.EVENT_WRITE if peer.waits_to_send and not peer.closed else 0
+            events |= selectors.EVENT_WRITE if peer.waits_to_send else 0
             self._watch(peer, events)
         for key, events in self._selector.select(max(end - time.monotonic(), 0.0)):
             if events & selectors.EVENT_READ:
@@ -188,16 +189,6 @@ class Wires:
             self._selector.modify(peer.wire, events, peer)
 
 
-def _gathered(mine: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    # What counts or traces collectives is about those of the model.
-    with _disable_current_modes():
-        sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-        ops = torch.ops._c10d_functional
-        wire = ops.all_gather_into_tensor.default(sent, group.size(), group.group_name)
-        rows = ops.wait_tensor.default(wire).view(group.size(), -1)
-    return [bytes(row) for row in rows.tolist()]
-
-
 def _listener() -> socket.socket:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
@@ -210,6 +201,8 @@ def _listener() -> socket.socket:
 
 def _address_of(interface: str) -> str:
     """The IPv4 address of a network interface."""
+    import fcntl  # here, as there is none on Windows
+
     get_address = 0x8915  # SIOCGIFADDR, as in linux/sockios.h
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as some:
         answer = fcntl.ioctl(some, get_address, struct.pack("256s", interface[:15].encode()))
