@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from . import debug
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, normalize
 from .recognise import describe_module
@@ -176,6 +178,8 @@ class Runner:
     """What a styled module does in forward. Immutable, and shared by copies of the module."""
 
     style: str
+    name = ""
+    """What the module is called in the model that the plan was applied to, for messages."""
     by_default = False
     """Whether no plan entry asked for it, so that a later one may replace it."""
 
@@ -203,9 +207,12 @@ class _OnGrid:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
+        run, forward = self._tp2d.run, super().forward  # type: ignore[misc]
         if not torch.compiler.is_compiling():
             refuse_transforms(self)  # type: ignore[arg-type]
-        return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
+            if debug.is_on():
+                return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
+        return run(self, forward, *args, **kwargs)
 
 
 _classes: dict[tuple[str, type], type] = {}

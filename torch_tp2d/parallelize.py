@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from . import debug
+from .agree import Fact, on_all_ranks
 from .attention import Attention2D
 from .base import GridStyle, refuse_transforms, take_off_grid, tied_message
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
@@ -29,6 +32,7 @@ from .lift import Lifted
 from .local import Local2D
 from .lora import is_adapted
 from .lora import parts as adapted_parts
+from .planner.rates import assumed
 from .recognise import HEAD_SIZES, describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate, WholeRunner
 from .runtime.ahead import Forward
@@ -103,9 +107,7 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("no parallelize_plan is given, so nothing is parallelized", stacklevel=2)
         return module
-    check_mesh(mesh)
-    _check_source(src_data_rank, mesh)
-    entries = _checked_entries(module, mesh, parallelize_plan)
+    entries = _checked_entries(module, mesh, parallelize_plan, src_data_rank)
     ties = _ties(module)
     for entry in entries:
         entry.style.src_data_rank = src_data_rank
@@ -130,8 +132,25 @@ def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
         )
 
 
-def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_Entry]:
+def _checked_entries(
+    module: nn.Module, mesh: DeviceMesh, plan: Any, src_data_rank: int | None = None
+) -> list[_Entry]:
     """What is to be applied to which modules, with nothing of ``module``'s parameters changed."""
+    check_mesh(mesh)
+    with on_all_ranks(mesh) as facts:
+        _check_source(src_data_rank, mesh)
+        entries = _entries(module, plan)
+        facts += _facts(module, mesh, entries, src_data_rank)
+    # Apart from the above: a check may make the groups of a grid, which takes all ranks.
+    with on_all_ranks(mesh):
+        for entry in entries:
+            _undo_default(entry)
+        _check(entries, mesh)
+        check_fused(module, [entry[1:] for entry in entries], mesh)
+    return entries
+
+
+def _entries(module: nn.Module, plan: Any) -> list[_Entry]:
     if isinstance(plan, ParallelStyle | dt.Replicate):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
@@ -142,12 +161,38 @@ def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_En
     entries = [entry for key, style in plan.items() for entry in _resolve(module, key, style)]
     _check_wrappers(module, entries)
     entries += _unnamed_vectors(module, entries) + _unnamed_dropouts(module, entries)
-    entries = _with_neighbours(entries + _dropping_inside(module, entries))
-    for entry in entries:
-        _undo_default(entry)
-    _check(entries, mesh)
-    check_fused(module, [entry[1:] for entry in entries], mesh)
-    return entries
+    return _with_neighbours(entries + _dropping_inside(module, entries))
+
+
+def _facts(
+    module: nn.Module, mesh: DeviceMesh, entries: list[_Entry], src_data_rank: int | None
+) -> list[Fact]:
+    """What decides which collectives a rank runs, from here to the end of training."""
+    from . import __version__  # here, as the package imports this module first
+
+    named = [
+        ("version of torch_tp2d", __version__),
+        ("mesh", f"{describe_mesh(mesh)} of ranks {mesh.mesh.tolist()}"),
+        ("src_data_rank", repr(src_data_rank)),
+        ("planner.assume()", assumed()),
+        ("debug mode", "on" if debug.is_on() else "off"),
+    ]
+    named += [(f"entry for {entry.name!r}", _described(entry.style)) for entry in entries]
+    for name, param in module.named_parameters():
+        kind = "" if param.requires_grad else ", frozen"
+        placed = f" placed {param.placements}" if isinstance(param, DTensor) else ""
+        where = "meta " if param.is_meta else ""
+        text = f"{where}{tuple(param.shape)} {param.dtype}{placed}{kind}"
+        named.append((f"parameter {name!r}", text))
+    return named
+
+
+def _described(style: ParallelStyle) -> str:
+    """A style as every rank writes it: one of the user's own may print an address."""
+    kind = type(style)
+    if kind.__module__.partition(".")[0] not in ("torch", __package__):
+        return kind.__qualname__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(style))
 
 
 def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[_Entry]:
@@ -592,6 +637,10 @@ class _FirstForward:
     def watch(
         cls, module: nn.Module, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]
     ) -> None:
+        for name, submodule in module.named_modules():
+            runner = submodule.__dict__.get("_tp2d")
+            if runner is not None:
+                runner.name = name
         placed = [
             (prefix, name)
             for prefix, owner in module.named_modules()

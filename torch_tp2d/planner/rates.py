@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Axis, all_gather, all_reduce, link_is
 
-__all__ = ["Rates", "assume", "measured"]
+__all__ = ["Rates", "assume", "assumed", "measured"]
 
 PROBE_BYTES = 512 * 1024
 """What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
@@ -51,6 +51,11 @@ def assume(rates: Rates | None) -> None:
         >>> torch_tp2d.planner.assume(Rates(row=25e6, col=25e6, flops=2e10))
     """
     _assumed[:] = [rates]
+
+
+def assumed() -> str:
+    """What was assumed, for messages."""
+    return repr(_assumed[0]) if _assumed else "not called"
 
 
 def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
