@@ -31,8 +31,10 @@ from common import (
     make_mesh,
     make_text_parser,
     mean_over,
+    newest_checkpoint,
     positive,
     share_of,
+    step_folder,
     warm_up_and_fall,
     whole,
     wrap_layers,
@@ -93,17 +95,12 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint that was written to its end (its metadata is written last)."""
-    return max((path.parent for path in folder.glob("step-*/.metadata")), default=None)
-
-
 def save_checkpoint(folder: Path, learner: Learner, step: int, position: int) -> None:
     """Each rank writes its own shards; the files know nothing of the grid."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
     progress = {"step": step, "position": position}
     state = {"model": model, "optimizer": optimizer, "progress": progress}
-    dcp.save(state, checkpoint_id=folder / f"step-{step:08d}")
+    dcp.save(state, checkpoint_id=step_folder(folder, step))
 
 
 def load_checkpoint(path: Path, learner: Learner) -> tuple[int, int]:
@@ -138,7 +135,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
 
     batches = Batches(load("train", args.data), args.batch, args.seq, args.seed)
     first = 0
-    if args.checkpoint and (found := newest_checkpoint(args.checkpoint)):
+    if args.checkpoint and (found := newest_checkpoint(args.checkpoint, device)):
         first, batches.position = load_checkpoint(found, learner)
 
     if rank == 0:
