@@ -188,30 +188,26 @@ def _save_on(grids: list[Grid], folder: Path) -> dict[str, float]:
     return seen
 
 
-Origins = dict[Grid, tuple[list[Grid], list[Grid]]]
-"""For each grid, those whose checkpoints it loads, and those whose whole state dicts."""
-
-
-def _go_on(grid: Grid, in_parts: list[Grid], whole: list[Grid], folder: Path) -> dict[str, float]:
+def _go_on(grid: Grid, files: list[Path]) -> dict[str, float]:
     """Another seed's weights, replaced by those of each checkpoint, and two more steps."""
     wanted = Training().steps(0, 1, 2, 3)
     seen = {}
-    for origin in map(name_of, in_parts):
-        training = Training(grid, seed=1).load(folder / origin).steps(2, 3)
-        seen[f"{origin} to {name_of(grid)}"] = training.away_from(wanted)
-    for origin in map(name_of, whole):
-        training = Training(grid, seed=1).load_whole(folder / f"{origin}.pt").steps(2, 3)
-        seen[f"{origin}.pt to {name_of(grid)}"] = training.away_from(wanted)
+    for file in files:
+        training = Training(grid, seed=1)
+        load = training.load_whole if file.suffix else training.load
+        seen[f"{file.name} to {name_of(grid)}"] = load(file).steps(2, 3).away_from(wanted)
     return seen
 
 
-def _along(origins: Origins, folder: Path) -> dict[str, float]:
-    """Every grid saves, then every grid loads; the differences from one device."""
+def _along(origins: dict[Grid, list[str]], folder: Path) -> dict[str, float]:
+    """Every grid saves, then every grid loads what is named; the differences from one device."""
     worst: dict[str, float] = {}
     for size, grids in by_size(list(origins)).items():
         worst.update(world.run(size, _save_on, grids, folder)[0])
-    for grid, (in_parts, whole) in origins.items():
-        worst.update(world.run(math.prod(grid), _go_on, grid, in_parts, whole, folder)[0])
+    for grid, names in origins.items():
+        files = [folder / name for name in names]
+        for start in range(0, len(files), 6):
+            worst.update(world.run(math.prod(grid), _go_on, grid, files[start : start + 6])[0])
     return worst
 
 
@@ -223,7 +219,8 @@ def test_from_one_grid_to_another(tmp_path: Path) -> None:
     """
     ring = [(1, 1, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2), (1, 2, 1), (1, 1, 4)]
     assert set(ring) == set(GRIDS)
-    origins = {grid: ([ring[i - 1]], [ring[i - 2]]) for i, grid in enumerate(ring)}
+    names = [name_of(grid) for grid in ring]
+    origins = {grid: [names[i - 1], f"{names[i - 2]}.pt"] for i, grid in enumerate(ring)}
     worst = _along(origins, tmp_path)
     assert len(worst) == 3 * len(ring)
     assert max(worst.values()) < TOLERANCE, worst
@@ -233,7 +230,9 @@ def test_from_one_grid_to_another(tmp_path: Path) -> None:
 def test_from_every_grid_to_every_other(tmp_path: Path) -> None:
     """2x3 and 3x2 too, and FSDP2's replicas of 2x1, 1x2 and 2x2."""
     grids = GRIDS + REPLICAS + LARGER
-    worst = _along({grid: (grids, grids) for grid in grids}, tmp_path)
+    names = [name_of(grid) for grid in grids]
+    names += [f"{name}.pt" for name in names]
+    worst = _along({grid: names for grid in grids}, tmp_path)
     assert len(worst) == len(grids) + 2 * len(grids) ** 2
     assert max(worst.values()) < TOLERANCE, worst
 

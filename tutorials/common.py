@@ -141,10 +141,18 @@ def set_up() -> torch.device:
     """Joins the process group; returns this process's device.
 
     Raises:
-        ValueError: if torchrun did not launch this process.
+        ValueError: if torchrun did not launch this process, or would start it again in vain.
     """
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(f"launch it with torchrun: torchrun --nproc-per-node 4 {sys.argv[0]} ...")
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # pytorch#135712, with any backend.
+        raise ValueError(
+            "processes that torchrun starts again find the addresses of those that are gone in "
+            "the store that it keeps: let it make a new one, "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts ..."
+        )
     local_rank = int(os.environ["LOCAL_RANK"])
     # Its advice (flatten the mesh for one reduction of a scalar) does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

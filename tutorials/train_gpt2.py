@@ -5,6 +5,12 @@
 
 Runs on GPUs over NCCL where every process has one, else on the CPU over gloo. ``--verify`` trains
 the same model on one device beside it and compares; ``--help`` lists the rest.
+
+With ``--checkpoint`` it goes on from the last checkpoint that is whole, on this grid or another;
+so it does by itself if a process dies and torchrun starts all of them again:
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 4 --max-restarts 3 \\
+        tutorials/train_gpt2.py --grid 2x2 --checkpoint checkpoints
 """
 
 from __future__ import annotations
