@@ -141,10 +141,18 @@ def set_up() -> torch.device:
     """Joins the process group; returns this process's device.
 
     Raises:
-        ValueError: if torchrun did not launch this process.
+        ValueError: if torchrun did not launch this process, or would start it again in vain.
     """
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(f"launch it with torchrun: torchrun --nproc-per-node 4 {sys.argv[0]} ...")
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # pytorch#135712, with any backend.
+        raise ValueError(
+            "processes that torchrun starts again find the addresses of those that are gone in "
+            "the store that it keeps: let it make a new one, "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts ..."
+        )
     local_rank = int(os.environ["LOCAL_RANK"])
     # Its advice (flatten the mesh for one reduction of a scalar) does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -237,6 +245,24 @@ def wrap_layers(
         for layer in layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint after so many steps lies."""
+    return folder / f"step-{step:08d}"
+
+
+def newest_checkpoint(folder: Path, device: torch.device) -> Path | None:
+    """The last checkpoint that was written to its end, as rank 0 sees it.
+
+    DCP writes the metadata last, so that a checkpoint which was killed on the way has none. One
+    rank decides: a file system may show the file on one host earlier than on another.
+    """
+    names = (path.parent.name for path in folder.glob("step-*/.metadata"))
+    steps = (int(name.removeprefix("step-")) for name in names)
+    newest = torch.tensor(max(steps, default=0), device=device)
+    dist.broadcast(newest, 0)
+    return step_folder(folder, int(newest)) if newest else None
 
 
 class Learner:

@@ -5,6 +5,12 @@
 
 Runs on GPUs over NCCL where every process has one, else on the CPU over gloo. ``--verify`` trains
 the same model on one device beside it and compares; ``--help`` lists the rest.
+
+With ``--checkpoint`` it goes on from the last checkpoint that is whole, on this grid or another;
+so it does by itself if a process dies and torchrun starts all of them again:
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 4 --max-restarts 3 \\
+        tutorials/train_gpt2.py --grid 2x2 --checkpoint checkpoints
 """
 
 from __future__ import annotations
@@ -31,8 +37,10 @@ from common import (
     make_mesh,
     make_text_parser,
     mean_over,
+    newest_checkpoint,
     positive,
     share_of,
+    step_folder,
     warm_up_and_fall,
     whole,
     wrap_layers,
@@ -93,17 +101,12 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint that was written to its end (its metadata is written last)."""
-    return max((path.parent for path in folder.glob("step-*/.metadata")), default=None)
-
-
 def save_checkpoint(folder: Path, learner: Learner, step: int, position: int) -> None:
     """Each rank writes its own shards; the files know nothing of the grid."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
     progress = {"step": step, "position": position}
     state = {"model": model, "optimizer": optimizer, "progress": progress}
-    dcp.save(state, checkpoint_id=folder / f"step-{step:08d}")
+    dcp.save(state, checkpoint_id=step_folder(folder, step))
 
 
 def load_checkpoint(path: Path, learner: Learner) -> tuple[int, int]:
@@ -138,7 +141,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
 
     batches = Batches(load("train", args.data), args.batch, args.seq, args.seed)
     first = 0
-    if args.checkpoint and (found := newest_checkpoint(args.checkpoint)):
+    if args.checkpoint and (found := newest_checkpoint(args.checkpoint, device)):
         first, batches.position = load_checkpoint(found, learner)
 
     if rank == 0:
