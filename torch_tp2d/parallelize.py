@@ -19,6 +19,7 @@ from torch.distributed._composable.contract import STATE_KEY as _COMPOSED
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from . import debug
 from .agree import Fact, on_all_ranks
@@ -403,13 +404,8 @@ def _row_dim(name: str, entries: list[_Entry]) -> int:
         ValueError: if those next to it in the tree of modules differ.
     """
 
-    def nearness(other: str) -> int:
-        pairs = zip(name.split("."), other.split("."), strict=False)
-        return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
-
-    linear = [(e.name, e.style.row_dim) for e in entries if isinstance(e.style, _LINEAR_STYLES)]
-    nearest = max((nearness(other) for other, _ in linear), default=0)
-    row_dims = {row_dim for other, row_dim in linear if nearness(other) == nearest}
+    linear = [e for e in entries if isinstance(e.style, _LINEAR_STYLES)]
+    row_dims = {entry.style.row_dim for entry in _nearest(name, linear)}
     if len(row_dims) > 1:
         raise ValueError(
             f"{name!r}: no plan entry names it, and which token dim tp_row splits there is not "
@@ -417,6 +413,17 @@ def _row_dim(name: str, entries: list[_Entry]) -> int:
             f"style's row_dim"
         )
     return min(row_dims, default=0)
+
+
+def _nearest(name: str, entries: list[_Entry]) -> list[_Entry]:
+    """Those next to a module in the tree of modules."""
+
+    def nearness(other: str) -> int:
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
+
+    nearest = max((nearness(entry.name) for entry in entries), default=0)
+    return [entry for entry in entries if nearness(entry.name) == nearest]
 
 
 def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
@@ -557,7 +564,9 @@ def _surroundings(name: str, entries: list[_Entry]) -> Surroundings:
     prepared = [placement for above in reversed(around) for placement in _prepared(above, entries)]
     found = prepared[:1] or list(streams or inputs)
     stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
-    return Surroundings(stream, frozenset(widths), tuple(split), in_attention)
+    linear = [e for e in entries if isinstance(_unlifted(e), _LINEAR_STYLES)]
+    axes = frozenset(_unlifted(entry).axes for entry in _nearest(name, linear))
+    return Surroundings(stream, frozenset(widths), tuple(split), in_attention, axes)
 
 
 _STREAMS = {dt.Shard(1), dt.Replicate()}
@@ -620,6 +629,18 @@ def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
                     owner.register_parameter(attribute, placed)
 
 
+def _leaves_some_empty(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
+) -> bool:
+    """Whether some rank holds nothing of a tensor that is not empty itself."""
+    smallest = list(shape)
+    for placement, count in zip(placements, mesh.shape, strict=True):
+        if isinstance(placement, dt.Shard):
+            size = smallest[placement.dim]
+            smallest[placement.dim] = max(0, size - (count - 1) * -(-size // count))
+    return 0 in smallest and 0 not in shape
+
+
 class _FirstForward:
     """Checks a model once, when it first runs: by then every part of the plan has been applied."""
 
@@ -657,6 +678,7 @@ class _FirstForward:
             return
         refuse_transforms(module)
         self._check_placed(module)
+        self._check_empty(module)
         plain = [
             f"{name} {tuple(param.shape)}"
             for name, param in module.named_parameters()
@@ -686,6 +708,24 @@ class _FirstForward:
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
+
+    def _check_empty(self, module: nn.Module) -> None:
+        """Refuse parameters of which FSDP2 is to reduce the gradients, and some rank holds none.
+
+        It raises there, in backward, and leaves the other ranks waiting.
+        """
+        names = (kind.__name__ for inner in module.modules() for kind in type(inner).__mro__)
+        if "FSDPModule" not in names:
+            return
+        for name, param in module.named_parameters():
+            if not isinstance(param, DTensor) or not param.requires_grad:
+                continue
+            if _leaves_some_empty(tuple(param.shape), param.placements[-2:], self.mesh):
+                raise ValueError(
+                    f"{name} of shape {tuple(param.shape)}, placed {param.placements[-2:]}, leaves "
+                    f"some ranks of mesh {describe_mesh(self.mesh)} without elements, which FSDP2 "
+                    f"does not take: use a larger size there, or fewer rows or columns"
+                )
 
     def _check_placed(self, module: nn.Module) -> None:
         """Refuse a model that DistributedDataParallel or FSDP1 has taken the DTensors out of."""

@@ -46,6 +46,16 @@ class AttentionRunner(Runner):
             setattr(module, name, value)
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = self.grid.context
+        known = context.tokens
+        try:
+            return self._run(module, forward, *args, **kwargs)
+        finally:
+            if known is None:
+                # No embedding writes sizes anew: these hold in this module, not in the next pass.
+                context.tokens = None
+
+    def _run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens = Tokens(self, module, _hidden_states(module, args, kwargs))
         names = (*self.names, *(f"argument {n}" for n in range(len(self.names), len(args))))
         args = tuple(tokens.enter(value, name) for value, name in zip(args, names, strict=False))
