@@ -15,8 +15,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_tp2d
 from torch_tp2d import comm, groups
-from torch_tp2d.grid import Grid
-from torch_tp2d.layouts import TP_COL, TP_ROW
+from torch_tp2d.mesh.grid import Grid
+from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
 
 GRIDS = [(1, 3), (2, 2), (3, 2)]
 

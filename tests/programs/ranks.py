@@ -74,7 +74,7 @@ def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> No
     import torch
     import torch.distributed as dist
 
-    from torch_tp2d.groups import BACKEND
+    from torch_tp2d.comm.groups import BACKEND
 
     from .use import play
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..layouts import nested_chunk_sizes
+from ..mesh.layouts import nested_chunk_sizes
 
 __all__ = [
     "FAST_PIECE_BYTES",

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .comm import Axis, Pending, all_gather, move
-from .groups import is_gloo, own_group
+from ..comm import Axis, Pending, all_gather, move
+from ..comm.groups import is_gloo, own_group
+from ..runtime.context import Sizes, context_of
+from ..styles.module_kinds import describe_module
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
-from .recognise import describe_module
-from .runtime.context import Sizes, context_of
 
 __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh"]
 

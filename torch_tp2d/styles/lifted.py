@@ -20,15 +20,15 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from ..comm import all_gather
+from ..mesh.grid import Axes, Grid, describe_mesh
+from ..mesh.layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
 from .base import GridStyle, Runner
-from .comm import all_gather
+from .boundary import gather_for_module, to_dtensor
 from .dropout import OTHER_KINDS, Dropout2D
-from .edges import gather_for_module, to_dtensor
-from .grid import Axes, Grid, describe_mesh
-from .layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
-from .recognise import describe_module
-from .replicate import WholeRunner
-from .styles import Colwise2D, Rowwise2D
+from .linear import Colwise2D, Rowwise2D
+from .module_kinds import describe_module
+from .replicated import WholeRunner
 
 __all__ = ["Lifted"]
 

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..comm import Axis, all_gather
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import Layout, as_layout, check_row_dim, normalize
+from ..ops.attention.block import attend_to_all
+from ..ops.dropout import draw_key, drop, dropped
 from .base import GridStyle, LayoutLike, Runner
-from .comm import Axis, all_gather
-from .edges import to_dtensor
-from .grid import Grid, describe_mesh
+from .boundary import to_dtensor
 from .intercept import Intercept
-from .layouts import Layout, as_layout, check_row_dim, normalize
-from .ops.attention.block import attend_to_all
-from .ops.dropout import draw_key, drop, dropped
-from .recognise import describe_module
+from .module_kinds import describe_module
 from .surroundings import UNKNOWN, Surroundings, is_of_features
 
 __all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .comm import all_gather
-from .grid import Grid, Sizes, describe_mesh
-from .layouts import Layout, normalize, reduced
-from .ops.matmul import Shards
-from .ops.matmul.inputs import Shared, gather
-from .recognise import describe_module
-from .runtime.context import in_backward, selective_region
-from .runtime.deferred import Gathering, Transfer
+from ..comm import all_gather
+from ..mesh.grid import Grid, Sizes, describe_mesh
+from ..mesh.layouts import Layout, normalize, reduced
+from ..ops.matmul import Shards
+from ..ops.matmul.inputs import Shared, gather
+from ..runtime.context import in_backward, selective_region
+from ..runtime.deferred import Gathering, Transfer
+from .module_kinds import describe_module
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
 

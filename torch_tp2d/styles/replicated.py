@@ -13,16 +13,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..comm import Axis
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
+from ..runtime.ahead import Ready, take_up
+from ..runtime.context import Context
+from ..runtime.late import summed
 from .base import GridStyle, LayoutLike, Runner, local_shards
-from .comm import Axis
-from .edges import refuse_one_input_for_all_rows, to_dtensor
+from .boundary import refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner
-from .grid import Grid, describe_mesh
-from .layouts import Layout, as_layout, check_row_dim, is_pair, normalize
-from .recognise import describe_module, is_embedding
-from .runtime.ahead import Ready, take_up
-from .runtime.context import Context
-from .runtime.late import summed
+from .module_kinds import describe_module, is_embedding
 from .surroundings import UNKNOWN, Surroundings
 
 __all__ = ["Replicate", "SumGrads", "WholeRunner", "run_locally"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .grid import Grid, describe_mesh
-from .groups import gather_facts, inherit_timeout
+from ..comm.groups import gather_facts, inherit_timeout
+from ..mesh.grid import Grid, describe_mesh
 
 __all__ = ["Fact", "name_ranks", "on_all_ranks"]
 
@@ -36,7 +36,7 @@ def on_all_ranks(mesh: DeviceMesh) -> Iterator[list[Fact]]:
     Nothing is compared on one rank, nor where nothing is sent (a fake process group).
 
     Args:
-        mesh: a mesh that :func:`~torch_tp2d.grid.check_mesh` has passed.
+        mesh: a mesh that :func:`~torch_tp2d.mesh.grid.check_mesh` has passed.
 
     Yields:
         A list to which the body adds the facts that have to be the same on every rank.
