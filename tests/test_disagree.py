@@ -29,10 +29,10 @@ from torch_tp2d import (
     Colwise2D,
     Replicate,
     Rowwise2D,
-    agree,
     debug,
     parallelize_module,
 )
+from torch_tp2d.comm.wires import name_ranks
 
 
 def _model(
@@ -219,8 +219,8 @@ def test_what_else_is_compared_and_what_is_not() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert agree.name_ranks([3]) == "rank 3"
-    assert agree.name_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
 
 
 TIMEOUT = 6.0

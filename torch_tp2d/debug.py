@@ -37,10 +37,9 @@ from torch.utils._pytree import tree_leaves
 
 from .comm import Axis, transfers
 from .comm.groups import timeout_of
-from .comm.wires import Message, Wires
+from .comm.wires import Message, Wires, name_ranks
 from .mesh.grid import Grid
 from .mesh.layouts import TP_COL, TP_ROW
-from .parallelize.agree import name_ranks
 from .styles.module_kinds import describe_module
 
 __all__ = ["RanksDisagree", "disable", "enable", "is_on", "run_as_layer"]

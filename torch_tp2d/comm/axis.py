@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..mesh.layouts import nested_chunk_sizes
 
@@ -79,6 +81,11 @@ class Axis:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", math.prod(self.parts))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group itself, of which ``group`` is the name."""
+        return _resolve_process_group(self.group)  # type: ignore[arg-type]
 
     def split(self, extent: int) -> tuple[int, ...]:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""

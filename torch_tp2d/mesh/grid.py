@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -16,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 from ..comm import Axis, Pending, all_gather, move
 from ..comm.groups import is_gloo, own_group
 from ..runtime.context import Sizes, context_of
-from ..styles.module_kinds import describe_module
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
 
 __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh"]
@@ -203,15 +202,14 @@ class Grid:
             return col, row
         return (Replicate(), col) if row == col else None
 
-    def check_handed(self, x: Tensor, declared: Layout, module: nn.Module) -> None:
-        """Refuse a local tensor that a style has handed out in another layout than is declared.
+    def misfit(self, x: Tensor, declared: Layout) -> tuple[Layout, Layout] | None:
+        """Where a style has handed out a local tensor in another layout than is declared: both.
 
-        Raises:
-            ValueError: if it is; every rank sees the same.
+        Every rank sees the same.
         """
         _, handed, axes = getattr(x, "_tp2d_handed", (None, None, None))
         if handed is None:
-            return
+            return None
         handed, declared = (
             _on_mesh(normalize(layout, x.ndim), of)
             for layout, of in ((handed, axes), (declared, self.axes))
@@ -221,14 +219,7 @@ class Grid:
         # By axes that take turns one of the two splits the other's shards.
         nested = isinstance(handed[0], Shard) and handed[0] == handed[1]
         turned = nested and 1 not in self.mesh.shape and TP_ROW in (axes, self.axes)
-        if differs or (turned and axes != self.axes):
-            raise ValueError(
-                f"{describe_module(module)} on mesh {describe_mesh(self.mesh)} takes a local "
-                f"tensor in layout {declared}, but the module before it hands on one of shape "
-                f"{tuple(x.shape)} in layout {handed}: give one of them the other's input_layouts "
-                f"or output_layouts (PrepareModuleInput gathers for several), or hand on a "
-                f"DTensor, which knows its own: use_local_output=False"
-            )
+        return (handed, declared) if differs or (turned and axes != self.axes) else None
 
     def tokens_of(self, x: Tensor) -> Sizes | None:
         """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way."""

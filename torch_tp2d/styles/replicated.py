@@ -20,7 +20,7 @@ from ..runtime.ahead import Ready, take_up
 from ..runtime.context import Context
 from ..runtime.late import summed
 from .base import GridStyle, LayoutLike, Runner, local_shards
-from .boundary import refuse_one_input_for_all_rows, to_dtensor
+from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner
 from .module_kinds import describe_module, is_embedding
 from .surroundings import UNKNOWN, Surroundings
@@ -178,7 +178,7 @@ class WholeRunner(Runner):
             if declared is None:
                 declared = self.grid.handed(x)
             else:
-                self.grid.check_handed(x, declared, module)
+                check_handed(x, declared, module, self.grid)
             if declared is None:
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
