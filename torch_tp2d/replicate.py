@@ -181,7 +181,7 @@ class WholeRunner(Runner):
                 # Asked for before the module ran, so that the answer came meanwhile.
                 sizes = shape()[:-1]
                 if use_local:
-                    return self.grid.with_stand_in(y, declared, sizes)
+                    return self.grid.with_stand_in(y, declared, sizes, given=given)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             x = to_dtensor(x, declared, self.grid)
         elif x.device_mesh != self.grid.mesh:
@@ -220,7 +220,8 @@ class WholeRunner(Runner):
         if not use_local:
             return y
         layout = self.grid.layout(y, self.row_dim)
-        return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
+        sizes = self.grid.sizes_of(y)
+        return self.grid.with_stand_in(y.to_local(), layout, sizes, given=given)
 
     def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
         """A further local tensor of the same tokens as ``x``, laid out alike."""
