@@ -25,6 +25,7 @@ from .ops.matmul.traced import Shared
 from .recognise import describe_module
 from .runtime.context import in_backward
 from .runtime.deferred import Gathering, Transfer
+from .runtime.late import of_pass
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
 
@@ -136,7 +137,7 @@ def enter(
         # What is kept for a leaf refers back to it, through the node that collects its gradient.
         and not (given.is_leaf and given.requires_grad)
         # A buffer may be filled anew in ways that torch does not see, once the model has run.
-        and not (given.is_leaf and grid.context.running is None)
+        and not (given.is_leaf and not of_pass(grid.context))
     )
     key = grid.col.group, declared, wanted
     if shares:

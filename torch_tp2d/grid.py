@@ -195,7 +195,7 @@ class Grid:
         if layout is None or axes == self.axes:
             return layout
         row, col = _on_mesh(normalize(layout, x.ndim), axes)
-        if isinstance(row, Shard) and row == col:
+        if isinstance(row, Shard) and row == col and TP_ROW in (axes, self.axes):
             return None  # The shards of one axis inside those of the other.
         if self.axes == TP_COL:
             return row, col
