@@ -366,7 +366,7 @@ class _Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y(x).unflatten(-1, (-1, 2)).transpose(1, 2) for y in (self.q, self.k, self.v))
