@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .comm import all_gather
 from .grid import Grid, Sizes, describe_mesh
@@ -195,17 +196,10 @@ def refuse_one_input_for_all_rows(
     if torch.compiler.is_compiling() or in_backward() or module in grid.context.compared:
         return
     grid.context.compared.add(module)
-    bits = x.detach().contiguous().view(torch.uint8).flatten()
-    place = torch.arange(1, bits.numel() + 1, device=x.device)
-    mine = torch.stack(
-        [torch.tensor(x.numel(), device=x.device), bits.long().sum(), (bits.long() * place).sum()]
-    )
-    rows = all_gather(mine[None], 0, (1,) * grid.row.size, grid.row).wait()
-    varied = x.numel() > 0 and bool((x != x.flatten()[0]).any())
-    verdict = torch.tensor([[bool((rows == rows[0]).all()), varied]], device=x.device)
-    # All ranks raise, or none.
-    same, varied = all_gather(verdict, 0, (1,) * grid.col.size, grid.col).wait().T.tolist()
-    if all(same) and any(varied):
+    # Selective checkpointing is not to see it: it does not happen again in backward.
+    with _disable_current_modes():
+        alike = _alike_on_all_rows(x, grid)
+    if alike:
         raise ValueError(
             f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} was given one and the "
             f"same local tensor, {tuple(x.shape)}, on every row, but in layout {declared} each row "
@@ -214,6 +208,20 @@ def refuse_one_input_for_all_rows(
             f"(distribute_tensor(x, mesh, {declared})). If the rows' parts are alike on purpose, "
             f"say so by a pair: input_layouts={declared}"
         )
+
+
+def _alike_on_all_rows(x: Tensor, grid: Grid) -> bool:
+    """Whether all rows hold the same, and not one number throughout. Every rank gets one answer."""
+    bits = x.detach().contiguous().view(torch.uint8).flatten()
+    place = torch.arange(1, bits.numel() + 1, device=x.device)
+    mine = torch.stack(
+        [torch.tensor(x.numel(), device=x.device), bits.long().sum(), (bits.long() * place).sum()]
+    )
+    rows = all_gather(mine[None], 0, (1,) * grid.row.size, grid.row).wait()
+    varied = x.numel() > 0 and bool((x != x.flatten()[0]).any())
+    verdict = torch.tensor([[bool((rows == rows[0]).all()), varied]], device=x.device)
+    same, varied = all_gather(verdict, 0, (1,) * grid.col.size, grid.col).wait().T.tolist()
+    return all(same) and any(varied)
 
 
 class _Attach(torch.autograd.Function):
