@@ -194,7 +194,7 @@ class Grid:
         if layout is None or axes == self.axes:
             return layout
         row, col = _on_mesh(normalize(layout, x.ndim), axes)
-        if isinstance(row, Shard) and row == col:
+        if isinstance(row, Shard) and row == col and TP_ROW in (axes, self.axes):
             return None  # The shards of one axis inside those of the other.
         if self.axes == TP_COL:
             return row, col
@@ -307,7 +307,9 @@ class Grid:
             return x
         return self._hand(x.narrow(dim, 0, 0), self.sizes_of(x), layout)
 
-    def with_stand_in(self, x: Tensor, layout: Layout, sizes: Sizes | None) -> Tensor:
+    def with_stand_in(
+        self, x: Tensor, layout: Layout, sizes: Sizes | None, *, given: Tensor | None = None
+    ) -> Tensor:
         """A local tensor for the user's code between two styles.
 
         A row without tokens is given one of zeros: a batch of 3 leaves the last of 4 rows without
@@ -317,12 +319,15 @@ class Grid:
         Args:
             sizes: global sizes of all dims but the last, where they are certain. A style that is
                 given this very tensor finds them with it.
+            given: what ``x`` was made of. If that is local and holds no token, none stands in for
+                them here either: it came from a style on other axes, which takes none away.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
         known = self.tokens_of(x) if sizes is None else sizes
         dim = self._empty_here(known, x.ndim, layout)
-        if dim is not None and not x.shape[dim]:
+        came_empty = given is not None and not isinstance(given, DTensor) and not given.numel()
+        if dim is not None and not x.shape[dim] and not came_empty:
             shape = list(x.shape)
             shape[dim] = 1
             x = torch.cat([x, x.new_zeros(shape)], dim)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm import all_gather
 from ..mesh.grid import Axes, Grid, describe_mesh
@@ -357,10 +358,12 @@ class _InputHook(_Hook):
         values = [x for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
         if self.use_local or self.grid.row.size == 1 or not values:
             return
-        digests = torch.stack([_digest(x) for x in values])
-        for axis in (self.grid.row, self.grid.col):
-            one = digests.shape[0]
-            digests = all_gather(digests, 0, (one,) * axis.size, axis).wait()
+        # Selective checkpointing is not to see it: it does not happen again in backward.
+        with _disable_current_modes():
+            digests = torch.stack([_digest(x) for x in values])
+            for axis in (self.grid.row, self.grid.col):
+                one = digests.shape[0]
+                digests = all_gather(digests, 0, (one,) * axis.size, axis).wait()
         first, *others = digests.view(-1, len(values), digests.shape[1]).unbind()
         for index, value in enumerate(values):
             if any(not torch.equal(other[index], first[index]) for other in others):

@@ -190,7 +190,7 @@ class WholeRunner(Runner):
                 sizes = shape()[:-1]
                 self._compare_rows(module, given, declared)
                 if use_local:
-                    return self.grid.with_stand_in(y, declared, sizes)
+                    return self.grid.with_stand_in(y, declared, sizes, given=given)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             x = to_dtensor(x, declared, self.grid)
             self._compare_rows(module, given, declared)
@@ -231,7 +231,7 @@ class WholeRunner(Runner):
             return y
         layout = self.grid.layout(y, self.row_dim)
         local = y.to_local(grad_placements=self._grad_placements(given, layout))
-        return self.grid.with_stand_in(local, layout, self.grid.sizes_of(y))
+        return self.grid.with_stand_in(local, layout, self.grid.sizes_of(y), given=given)
 
     def _grad_placements(self, given: Tensor, layout: Layout) -> tuple[Placement, Placement] | None:
         """Of a local output, where its gradients are shares though it is whole."""
