@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from torch_tp2d import Dropout2D
+from torch_tp2d.comm import link_is
+from torch_tp2d.grid import Grid
 from torch_tp2d.groups import BACKEND
 
 VOCAB, SEQUENCE, BATCH = 33, 13, 3
@@ -182,16 +184,23 @@ def test_models_and_meshes_that_are_dropped_leave_what_torch_leaves_of_a_mesh(co
             assert left.memory - allowed.memory < 8 * 1024, (make, left, allowed)
 
 
-def _worlds(folder: Path, count: int) -> tuple[list[list[float]], Held]:
-    """Two steps in each of ``count`` worlds; what was gathered after the second of them."""
+def _worlds(folder: Path, count: int) -> tuple[list[list[float]], list[int], Held]:
+    """Of ``count`` worlds: the losses of two steps, in how many pieces a large transfer is sent.
+
+    And what was gathered after the second of them. In each the links are found to be fast.
+    """
     rank = dist.get_rank()
-    losses, start = [], None
+    losses, pieces, start = [], [], None
     for number in range(count):
         if number == 2:
             start = Held.now()
-        model, optimizer = made(grid_mesh(2, 2))
+        mesh = grid_mesh(2, 2)
+        model, optimizer = made(mesh)
         losses.append([stepped(model, optimizer, step) for step in range(2)])
-        del model, optimizer
+        column = Grid(mesh).col
+        pieces.append(column.pieces(2**20, torch.float32))
+        link_is(1e9, column)
+        del mesh, model, optimizer, column
         dist.barrier()
         dist.destroy_process_group()
         dist.init_process_group(
@@ -202,14 +211,20 @@ def _worlds(folder: Path, count: int) -> tuple[list[list[float]], Held]:
             timeout=timedelta(seconds=60),
         )
     assert start is not None
-    return losses, Held.now() - start
+    return losses, pieces, Held.now() - start
 
 
 @pytest.mark.parametrize("count", [4, deep(20)])
 def test_worlds_made_and_destroyed_in_one_process(tmp_path: Path, count: int) -> None:
-    """As after a failure that was caught: the same losses, and nothing left of the world before."""
-    for losses, gathered in world.run(4, _worlds, tmp_path, count):
+    """As after a failure that was caught: the same losses, and nothing left of the world before.
+
+    Not what was measured of its links either, which was kept by the names of groups. Those come
+    again in the next world, where a rank whose process is new would not have known: it would have
+    cut what it sends and receives otherwise than the others do.
+    """
+    for losses, pieces, gathered in world.run(4, _worlds, tmp_path, count):
         assert all(these == losses[0] for these in losses), losses
+        assert all(count == pieces[0] for count in pieces), pieces
         assert gathered.tensors == gathered.groups == gathered.threads == 0, gathered
         assert gathered.files <= 0, gathered
         assert gathered.memory < 8 * 1024, gathered
