@@ -58,7 +58,7 @@ def linear_steps() -> dict[str, Callable[[], None]]:
     linears: dict[str, nn.Module] = {"nn.Linear": nn.Linear(HIDDEN, HIDDEN)}
     for style in (ColwiseParallel, RowwiseParallel):
         linears[style.__name__] = parallelize_module(nn.Linear(HIDDEN, HIDDEN), line, style())
-    for name in ("auto", "collective", "ring"):
+    for name in ("auto", "collective", "pipelined"):
         for kind in (torch_tp2d.Colwise2D, torch_tp2d.Rowwise2D):
             linears[f"{kind.__name__} {name}"] = torch_tp2d.parallelize_module(
                 nn.Linear(HIDDEN, HIDDEN), grid, kind(algorithm=name)

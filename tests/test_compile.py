@@ -24,7 +24,7 @@ from models import (
     train_beside,
     transformer,
 )
-from test_ring import Block, differences, letter, plan
+from test_pipelined import Block, differences, letter, plan
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import select_decomp_table

@@ -518,7 +518,7 @@ def test_heads_may_be_gathered() -> None:
         (
             lambda: Colwise2D(regather_input=True, algorithm="summa"),
             ValueError,
-            ("'summa'", '"ring"'),
+            ("'summa'", '"pipelined"'),
         ),
         (lambda: Rowwise2D(output_layouts=Partial()), ValueError, ("Rowwise2D", "Partial")),
         (lambda: Lifted(_OwnStyle()), TypeError, ("_OwnStyle", "GridStyle")),

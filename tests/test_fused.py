@@ -126,10 +126,11 @@ def _trained(rows: int, columns: int, conv: bool, options: dict[str, Any]) -> fl
 def _all_trained(rows: int, columns: int) -> dict[str, float]:
     square = ["bmr", "cannon"] if rows == columns else []
     ways: dict[str, dict[str, Any]] = {
-        name: {"algorithm": name} for name in ["ring", "collective", "summa", *square]
+        name: {"algorithm": name} for name in ["pipelined", "collective", "summa", *square]
     }
     ways["stationary"] = {"dataflow": "weight_stationary"}
-    ways["again"] = {"algorithm": "ring", "reshard_after_forward": True, "regather_input": True}
+    again = {"reshard_after_forward": True, "regather_input": True}
+    ways["again"] = {"algorithm": "pipelined", **again}
     found = {name: _trained(rows, columns, True, options) for name, options in ways.items()}
     found["linear"] = _trained(rows, columns, False, {})
     return found

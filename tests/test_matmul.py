@@ -13,7 +13,7 @@ from models import grid_mesh
 from torch import Tensor
 
 from torch_tp2d.grid import Grid
-from torch_tp2d.ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d
+from torch_tp2d.ops.matmul import ALGORITHMS, Call, Cut, LinearOp, linear2d
 
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), deep(2, 4), (3, 3)]
 SIZES = [(12, 24, 36), (7, 5, 11), (3, 2, 2)]
@@ -74,7 +74,7 @@ def _one(op: LinearOp, grid: Grid, x: Tensor, weight: Tensor, bias: Tensor, grad
     y_partial = not op.gathers_input and whole
     local_x = _block(x, grid, 0, None if x_whole else 1).clone().requires_grad_()
     local_g = _block(grad, grid, 0, None if y_partial else 1)
-    y = linear2d(local_x, local_w, local_b, op)
+    y = linear2d(local_x, local_w, local_b, Call(op, context=grid.context))
     y.backward(local_g)
     dw = local_w.grad.t() if op.transposed else local_w.grad
     assert local_w.grad.is_contiguous()

@@ -140,10 +140,11 @@ def _trained(rows: int, columns: int, algorithm: str) -> str:
 
 
 def _trained_all(rows: int, columns: int) -> dict[str, str]:
-    algorithms = ["collective", "ring", "summa", *(["bmr", "cannon"] if rows == columns else [])]
+    square = ["bmr", "cannon"] if rows == columns else []
+    algorithms = ["collective", "pipelined", "summa", *square]
     found = {name: _trained(rows, columns, name) for name in algorithms}
     # A run leaves nothing behind that another would compute with.
-    assert found["ring"] == _trained(rows, columns, "ring")
+    assert found["pipelined"] == _trained(rows, columns, "pipelined")
     return found
 
 

@@ -425,12 +425,12 @@ def _selective(save: str) -> float:
         wanted = op in kept
         return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
-    for algorithm in ("ring", "collective", "summa", "bmr"):
+    for algorithm in ("pipelined", "collective", "summa", "bmr"):
         for reshard in (None, True):
             mesh = grid_mesh(2, 2)
             one = nn.Sequential(*(_mlp(1, seed=seed) for seed in range(3)))
             options = {"algorithm": algorithm}
-            if algorithm in ("ring", "collective"):
+            if algorithm in ("pipelined", "collective"):
                 options["reshard_after_forward"] = reshard
             several = parallelize_module(
                 copy.deepcopy(one),
@@ -462,3 +462,20 @@ def test_selective_checkpointing(save: str) -> None:
     """A product that was kept had a later one added in place: "has been mutated"."""
     for worst in run(4, _selective, save):
         assert worst <= TOLERANCE
+
+
+def _stepped_too_early(mesh: Any) -> float:
+    for algorithm in ("pipelined", "collective"):
+        several = parallelize_module(_mlp(1), mesh, _plan(1, algorithm=algorithm))
+        loss = several(_mine(_tokens(4, 8, 8, 0), mesh)).square().sum()
+        for param in several.parameters():
+            param.grad = torch.ones_like(param)
+        torch.optim.SGD(several.parameters(), lr=0.1).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    return 0.0
+
+
+def test_a_weight_changed_between_forward_and_backward_is_seen() -> None:
+    """The gathered weight went on to be used, or the new one, as it happened to be kept."""
+    run(4, _on_grids, 4, _stepped_too_early)

@@ -1316,8 +1316,8 @@ def _inference_mode() -> None:
             local = spread(x, mesh, layout).to_local().clone()
             assert relative(model(local), reference(x)) < TOLERANCE
             reference = randomized(nn.Sequential(nn.Linear(7, 6), nn.Linear(6, 4)))
-            first = Colwise2D(input_layouts=layout, algorithm="ring")
-            second = Rowwise2D(output_layouts=WHOLE, algorithm="ring")
+            first = Colwise2D(input_layouts=layout, algorithm="pipelined")
+            second = Rowwise2D(output_layouts=WHOLE, algorithm="pipelined")
             model = parallelize_module(copy.deepcopy(reference), mesh, {"0": first, "1": second})
             for _ in range(2):
                 assert relative(model(local), reference(x)) < TOLERANCE

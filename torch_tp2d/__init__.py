@@ -4,6 +4,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 :class:`Colwise2D` and ``RowwiseParallel`` to :class:`Rowwise2D`, on ``mesh["tp_row", "tp_col"]``.
 """
 
+from . import debug
 from .attention import Attention2D, attention2d, attention_projections
 from .counter import CommCounter
 from .dropout import Dropout2D
@@ -34,6 +35,7 @@ __all__ = [
     "attention_projections",
     "balanced_order",
     "cross_entropy",
+    "debug",
     "loss_parallel",
     "parallelize_module",
     "plan_for",

@@ -7,8 +7,10 @@ keeps its identity: ``isinstance``, parameter names and hooks are as before.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,24 +21,30 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from . import debug
 from .grid import Axes, Grid, describe_mesh
 from .layouts import TP_COL, Layout, normalize
 from .recognise import describe_module
 from .runtime.deferred import undeferred
 
 __all__ = [
+    "FEATURES",
     "GridStyle",
     "LayoutLike",
     "Runner",
+    "check_dims",
     "local_shards",
     "place_parameter",
     "put_on_grid",
+    "refuse_transforms",
     "take_off_grid",
     "tied_message",
     "values_of",
 ]
 
 LayoutLike = Placement | Sequence[Placement] | None
+FEATURES = "[..., features] with at least one dim of tokens"
+"""What a Linear or a norm takes."""
 
 
 class GridStyle(ParallelStyle):
@@ -75,6 +83,16 @@ class GridStyle(ParallelStyle):
                     f"{describe_module(module)}: {name} of shape {tuple(param.shape)} is a DTensor "
                     f"on mesh {describe_mesh(param.device_mesh)} already, but the style is on "
                     f"{describe_mesh(grid.mesh)}: apply the 2-D plan first, then fully_shard"
+                )
+        for owner, name, _ in self.param_layouts(module):
+            if name not in owner._parameters and isinstance(getattr(owner, name, None), Tensor):
+                held = sorted(n for n, _ in owner.named_parameters()) + sorted(owner._buffers)
+                raise ValueError(
+                    f"{describe_module(module)}: its {name} is no parameter but comes of {held}, "
+                    f"as in a parametrized or weight-normed module: apply the plan first and "
+                    f"parametrize afterwards, by operations that DTensor has (weight_norm's own "
+                    f"is none of them), or make it a parameter again "
+                    f"(torch.nn.utils.parametrize.remove_parametrizations)"
                 )
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
@@ -160,6 +178,8 @@ class Runner:
     """What a styled module does in forward. Immutable, and shared by copies of the module."""
 
     style: str
+    name = ""
+    """What the module is called in the model that the plan was applied to, for messages."""
     by_default = False
     """Whether no plan entry asked for it, so that a later one may replace it."""
 
@@ -181,9 +201,18 @@ class _OnGrid:
     """Put in front of a module's class by a style."""
 
     _tp2d: Runner
+    _tp2d_first: str | None
+    """What the module's own forward calls its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tp2d.run(self, super().forward, *args, **kwargs)  # type: ignore[misc]
+        if not args and self._tp2d_first in kwargs:
+            args = (kwargs.pop(self._tp2d_first),)
+        run, forward = self._tp2d.run, super().forward  # type: ignore[misc]
+        if not torch.compiler.is_compiling():
+            refuse_transforms(self)  # type: ignore[arg-type]
+            if debug.is_on():
+                return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
+        return run(self, forward, *args, **kwargs)
 
 
 _classes: dict[tuple[str, type], type] = {}
@@ -194,7 +223,9 @@ def put_on_grid(module: nn.Module, runner: Runner) -> None:
     kind = type(module)
     if (runner.style, kind) not in _classes:
         name = f"{runner.style}{kind.__name__}"
-        _classes[runner.style, kind] = type(name, (_OnGrid, kind), {})
+        _, *given = inspect.signature(kind.forward).parameters.values()
+        first = given[0].name if given and given[0].kind is given[0].POSITIONAL_OR_KEYWORD else None
+        _classes[runner.style, kind] = type(name, (_OnGrid, kind), {"_tp2d_first": first})
     object.__setattr__(module, "_tp2d", runner)
     module.__class__ = _classes[runner.style, kind]
     runner.installed(module)
@@ -241,6 +272,33 @@ def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Te
     return DTensor.from_local(
         grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
+
+
+def refuse_transforms(module: nn.Module) -> None:
+    """Refuse to run under a transform of torch.func, which wraps parameters in tensors of its own.
+
+    Raises:
+        NotImplementedError: saying how to come by the gradients.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{describe_module(module)}: torch.func's transforms (grad, vjp, jvp, vmap) do not "
+            f"reach into a module on a mesh: call it by torch.func.functional_call with the "
+            f"parameters wanted, and take torch.autograd.grad of that"
+        )
+
+
+def check_dims(module: nn.Module, x: Tensor, least: int, wanted: str) -> None:
+    """Refuse an input that has fewer dims than what a mesh splits.
+
+    Raises:
+        ValueError: naming the module and the shape.
+    """
+    if x.ndim < least:
+        raise ValueError(
+            f"{describe_module(module)} got an input of shape {tuple(x.shape)}, but on a mesh, "
+            f"which splits tokens, it takes {wanted}: unsqueeze(0) what is one of them"
+        )
 
 
 def local_shards(*params: Any) -> tuple[Any, ...]:

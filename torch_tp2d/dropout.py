@@ -192,6 +192,8 @@ class Masks:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+        if not isinstance(query, DTensor):
+            self._surroundings.check_axes(self._here, query, self.grid)
         if isinstance(query, DTensor):
             here = tuple(query.placements)
             if any(tuple(x.placements) != here for x in (key, value)) or any(  # type: ignore[attr-defined]
@@ -246,6 +248,7 @@ class Masks:
         if self.declared is not None:
             layout = normalize(self.declared, x.ndim)
             return layout, features[0] if features and layout[1] == Shard(x.ndim - 1) else None
+        self._surroundings.check_axes(self._here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
         if x.ndim in (2, 3):
             on_row, on_col = self._surroundings.layout(self._here, x, self.row_dim, self.grid)

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .comm import all_gather
 from .grid import Grid, Sizes, describe_mesh
 from .layouts import Layout, normalize, reduced
-from .ops.matmul.ring import Shards, gather
-from .ops.matmul.traced import Shared
+from .ops.matmul import Shards
+from .ops.matmul.inputs import Shared, gather
 from .recognise import describe_module
-from .runtime.context import in_backward
+from .runtime.context import in_backward, selective_region
 from .runtime.deferred import Gathering, Transfer
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
@@ -83,7 +83,7 @@ def enter(
         features: global size of the last dim.
         whole_grad: the op's gradient is whole where ``wanted`` replicates.
         arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering` or, in a traced
-            graph, a :class:`~torch_tp2d.ops.matmul.traced.Shared`.
+            graph, a :class:`~torch_tp2d.ops.matmul.inputs.Shared`.
         module: whose input it is, for messages.
         certain: the user has said in full how a local input lies.
 
@@ -91,6 +91,35 @@ def enter(
         ValueError: for a local tensor that a style has handed out in another layout, and for one
             that comes from outside and is the same on every row.
     """
+    result = _entered(
+        x,
+        declared,
+        wanted,
+        grid,
+        row_dim,
+        features,
+        whole_grad=whole_grad,
+        arriving=arriving,
+        module=module,
+    )
+    if not certain and not isinstance(x, DTensor):
+        # Last, as it needs the other ranks: what this rank finds by itself comes first.
+        refuse_one_input_for_all_rows(x, declared, module, grid)
+    return result
+
+
+def _entered(
+    x: Tensor,
+    declared: Layout,
+    wanted: Layout,
+    grid: Grid,
+    row_dim: int,
+    features: int | None,
+    *,
+    whole_grad: bool,
+    arriving: bool,
+    module: nn.Module,
+) -> Tensor | Shared:
     given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
         declared = normalize(grid.layout(x, row_dim), x.ndim)
@@ -111,8 +140,6 @@ def enter(
             x = x.to_local()
     else:
         grid.check_handed(x, declared, module)
-        if not certain:
-            refuse_one_input_for_all_rows(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     if declared == wanted:
@@ -192,6 +219,9 @@ def refuse_one_input_for_all_rows(
     if not outside or grid.row.size == 1 or not isinstance(declared[0], Shard):
         return
     if torch.compiler.is_compiling() or in_backward() or module in grid.context.compared:
+        return
+    if selective_region() is not None:
+        # What is sent there has to be sent again in backward.
         return
     grid.context.compared.add(module)
     bits = x.detach().contiguous().view(torch.uint8).flatten()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .base import LayoutLike, Runner, local_shards
+from .base import LayoutLike, Runner, check_dims, local_shards
 from .edges import enter, leave, to_dtensor
 from .grid import Grid
 from .layouts import Layout, as_layout
@@ -68,6 +68,7 @@ class EmbeddingRunner(Runner):
         return as_layout(self.given_out, (row, self.default_col), row=row)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         whole: Layout = Replicate(), Replicate()
         ids = enter(x, self.declared, whole, self.grid, self.row_dim, None, module=module)
         wanted = self._output_layout(ids)

@@ -19,7 +19,7 @@ from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
 from .recognise import describe_module
 from .runtime.context import Sizes, context_of
 
-__all__ = ["Grid", "Sizes", "check_mesh", "describe_mesh"]
+__all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh"]
 
 Axes = str | tuple[str, ...]
 
@@ -186,11 +186,24 @@ class Grid:
         """
         if isinstance(x, DTensor):
             return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
-        return getattr(x, "_tp2d_handed", (None, None))[0]
+        return getattr(x, "_tp2d_handed", (None, None, None))[0]
 
     def handed(self, x: Tensor) -> Layout | None:
-        """The layout in which a style has handed out this very local tensor."""
-        return getattr(x, "_tp2d_handed", (None, None))[1]
+        """The layout in which a style has handed out this very local tensor.
+
+        None if none has, or one on other axes, in whose terms alone the layout can be said.
+        """
+        _, layout, axes = getattr(x, "_tp2d_handed", (None, None, None))
+        if layout is None or axes == self.axes:
+            return layout
+        row, col = _on_mesh(normalize(layout, x.ndim), axes)
+        if isinstance(row, Shard) and row == col:
+            return None  # The shards of one axis inside those of the other.
+        if self.axes == TP_COL:
+            return row, col
+        if self.axes == TP_ROW:
+            return col, row
+        return (Replicate(), col) if row == col else None
 
     def check_handed(self, x: Tensor, declared: Layout, module: nn.Module) -> None:
         """Refuse a local tensor that a style has handed out in another layout than is declared.
@@ -198,12 +211,19 @@ class Grid:
         Raises:
             ValueError: if it is; every rank sees the same.
         """
-        handed = self.handed(x)
+        _, handed, axes = getattr(x, "_tp2d_handed", (None, None, None))
         if handed is None:
             return
-        handed, declared = normalize(handed, x.ndim), normalize(declared, x.ndim)
-        pairs = zip((self.row, self.col), handed, declared, strict=True)
-        if any(axis.size > 1 and have != want for axis, have, want in pairs):
+        handed, declared = (
+            _on_mesh(normalize(layout, x.ndim), of)
+            for layout, of in ((handed, axes), (declared, self.axes))
+        )
+        pairs = zip(self.mesh.shape, handed, declared, strict=True)
+        differs = any(size > 1 and have != want for size, have, want in pairs)
+        # By axes that take turns one of the two splits the other's shards.
+        nested = isinstance(handed[0], Shard) and handed[0] == handed[1]
+        turned = nested and 1 not in self.mesh.shape and TP_ROW in (axes, self.axes)
+        if differs or (turned and axes != self.axes):
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(self.mesh)} takes a local "
                 f"tensor in layout {declared}, but the module before it hands on one of shape "
@@ -296,7 +316,7 @@ class Grid:
         dim = self._empty_here(self.tokens_of(x), x.ndim, layout)
         if dim is None:
             return x
-        return _handed(x.narrow(dim, 0, 0), self.sizes_of(x), layout)
+        return self._hand(x.narrow(dim, 0, 0), self.sizes_of(x), layout)
 
     def with_stand_in(self, x: Tensor, layout: Layout, sizes: Sizes | None) -> Tensor:
         """A local tensor for the user's code between two styles.
@@ -317,7 +337,15 @@ class Grid:
             shape = list(x.shape)
             shape[dim] = 1
             x = torch.cat([x, x.new_zeros(shape)], dim)
-        return _handed(x, sizes, layout)
+        return self._hand(x, sizes, layout)
+
+    def _hand(self, x: Tensor, sizes: Sizes | None, layout: Layout) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not
+            # on what an autograd.Function did.
+            x = x.view_as(x)
+        x._tp2d_handed = sizes, layout, self.axes  # type: ignore[attr-defined]
+        return x
 
     def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:
         for axis in cuts:
@@ -411,13 +439,12 @@ class Grid:
         return axis.split(extent)
 
 
-def _handed(x: Tensor, sizes: Sizes | None, layout: Layout) -> Tensor:
-    if torch.compiler.is_compiling():
-        # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not on
-        # what an autograd.Function did.
-        x = x.view_as(x)
-    x._tp2d_handed = sizes, layout  # type: ignore[attr-defined]
-    return x
+def _on_mesh(layout: Layout, axes: Axes) -> Layout:
+    """A layout in the terms of ``axes`` as one on ``(tp_row, tp_col)``."""
+    row, col = layout
+    if axes == TP_ROW:
+        return col, row
+    return (row, col) if axes == TP_COL else (col, col)
 
 
 def _shards(placement: Placement, dim: int) -> bool:

@@ -22,9 +22,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["BACKEND", "is_gloo", "own_group"]
+__all__ = ["BACKEND", "gather_facts", "inherit_timeout", "is_gloo", "own_group", "timeout_of"]
 
 BACKEND = "gloo_in_order"
 """gloo with one worker thread for each group, as a backend of torch.distributed."""
@@ -56,6 +58,44 @@ def is_gloo(mesh: DeviceMesh) -> bool:
     return bool(group._get_backend(torch.device(mesh.device_type)).name() == "gloo")
 
 
+def inherit_timeout(mesh: DeviceMesh) -> None:
+    """Give the mesh's groups the timeout that ``init_process_group`` was given.
+
+    ``init_device_mesh`` leaves them torch's default (gloo's is half an hour), whatever the process
+    has: what DTensor sends on them, to place parameters say, would wait that long for a rank that
+    has failed. A mesh with a timeout of its own keeps it.
+    """
+    world, device = dist.group.WORLD, torch.device(mesh.device_type)
+    assert world is not None
+    wanted = timeout_of(world, device)
+    for group in mesh.get_all_groups():
+        given = timeout_of(group, device)
+        default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+        if wanted is not None and given == default != wanted:
+            dist.distributed_c10d._set_pg_timeout(wanted, group)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long a group's transfers may take; None for a backend that does not say."""
+    if torch.device(device.type) not in group._device_types:
+        return None
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``facts``, of one dim and of the same length everywhere, one after the other.
+
+    What the ranks tell each other about themselves: neither counted nor traced, nor watched in
+    debug mode, which is about the model's collectives.
+    """
+    ops = torch.ops._c10d_functional
+    with _disable_current_modes(), torch.no_grad():
+        wire = ops.all_gather_into_tensor.default(facts, group.size(), group.group_name)
+        gathered: Tensor = ops.wait_tensor.default(wire)
+    return gathered
+
+
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -72,10 +112,11 @@ def own_group(ranks: Sequence[int], *, gloo: bool) -> dist.ProcessGroup:
     made = _groups.setdefault(world, {})
     key = tuple(ranks)
     if key not in made:
+        device = torch.device("cpu" if gloo else torch._C._get_accelerator().type)
         made[key] = dist.new_group(
             list(ranks),
             backend=BACKEND if gloo else None,
-            timeout=world._get_backend(torch.device("cpu")).options._timeout if gloo else None,
+            timeout=timeout_of(world, device),
             use_local_synchronization=True,
         )
     return made[key]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Intercept"]
@@ -33,7 +34,15 @@ class Intercept(TorchFunctionMode):
             func = self._dropout
         elif func is F.scaled_dot_product_attention:
             func = self.attention
+        elif func is flex_attention_op:
+            _check_blocks(args[0], args[4])
         return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        # flex_attention compiles what calls its operator, and so wraps what that raises.
+        if error is not None and _MISFIT in str(error) and not isinstance(error, ValueError):
+            raise ValueError(f"{_MISFIT}{_MEND}") from error
 
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -42,3 +51,22 @@ class Intercept(TorchFunctionMode):
             return input
         dropped = self.drop(input, p)
         return input.copy_(dropped) if inplace else dropped
+
+
+_MISFIT = "flex_attention got a BlockMask that was made for another batch or other heads"
+_MEND = (
+    ": on a grid a module sees this row's part of the batch and this column's heads, but only a "
+    "BlockMask that is an argument of a module under Attention2D is cut to them. Pass it so, or "
+    "make it with B=None and H=None, or for the sizes of the query"
+)
+
+
+def _check_blocks(query: Tensor, block_mask: tuple[Any, ...]) -> None:
+    """Refuse a mask that does not fit, of which flex_attention takes the first rows.
+
+    Raises:
+        ValueError: where its batch or heads are neither 1 nor the query's.
+    """
+    counts = next(x for x in block_mask if isinstance(x, Tensor))
+    if counts.shape[0] not in (1, query.shape[0]) or counts.shape[1] not in (1, query.shape[1]):
+        raise ValueError(f"{_MISFIT}{_MEND}")

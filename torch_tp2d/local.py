@@ -40,6 +40,12 @@ class Local2D(GridStyle):
     samples. Along ``tp_col`` all ranks compute the same with a whole parameter, unless
     ``input_layouts`` say that they see different heads or features.
 
+    What is computed across samples from a local output is of this row's samples: a mean over tokens
+    is the row's mean, and a product of such means, as a router's load-balancing loss is, is another
+    number than one device's. Give a router ``use_local_output=False``: its logits are then a
+    DTensor of the whole batch, and so is the loss computed from them (``loss.full_tensor()`` before
+    backward).
+
     Keyword Args:
         params: the placement on ``tp_col`` of parameters that are not whole there, by name: a
             table of biases for each head is ``Shard(1)`` where its dim 1 counts heads.

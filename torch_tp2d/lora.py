@@ -91,7 +91,11 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
         down = Replicate(input_layouts=come, row_dim=row_dim)
     if _splits_features(leave):
         up: GridStyle = Colwise2D(
-            input_layouts=between, output_layouts=leave, use_local_output=local, row_dim=row_dim
+            input_layouts=between,
+            output_layouts=leave,
+            use_local_output=local,
+            row_dim=row_dim,
+            parts=given.parts,
         )
     else:
         up = Replicate(

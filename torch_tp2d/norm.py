@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from .base import GridStyle, LayoutLike, Runner, local_shards
+from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards
 from .edges import enter, leave
 from .grid import Grid
 from .layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
@@ -123,6 +123,7 @@ class _NormRunner(Runner):
         return Ready(*local_shards(*(getattr(module, name, None) for name in ("weight", "bias"))))
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
         hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
         x = enter(
             x,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,17 +19,22 @@ from torch.distributed._composable.contract import STATE_KEY as _COMPOSED
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
+from . import debug
+from .agree import Fact, on_all_ranks
 from .attention import Attention2D
-from .base import GridStyle, take_off_grid, tied_message
+from .base import GridStyle, refuse_transforms, take_off_grid, tied_message
 from .dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
+from .fused import check_fused
 from .grid import Grid, check_mesh, describe_mesh
 from .layouts import normalize
 from .lift import Lifted
 from .local import Local2D
 from .lora import is_adapted
 from .lora import parts as adapted_parts
-from .recognise import describe_module, is_conv1d, is_embedding, is_linear
+from .planner.rates import assumed
+from .recognise import HEAD_SIZES, describe_module, is_conv1d, is_embedding, is_linear
 from .replicate import Replicate, WholeRunner
 from .runtime.ahead import Forward
 from .runtime.context import context_of
@@ -102,9 +108,7 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("no parallelize_plan is given, so nothing is parallelized", stacklevel=2)
         return module
-    check_mesh(mesh)
-    _check_source(src_data_rank, mesh)
-    entries = _checked_entries(module, mesh, parallelize_plan)
+    entries = _checked_entries(module, mesh, parallelize_plan, src_data_rank)
     ties = _ties(module)
     for entry in entries:
         entry.style.src_data_rank = src_data_rank
@@ -129,8 +133,25 @@ def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
         )
 
 
-def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_Entry]:
+def _checked_entries(
+    module: nn.Module, mesh: DeviceMesh, plan: Any, src_data_rank: int | None = None
+) -> list[_Entry]:
     """What is to be applied to which modules, with nothing of ``module``'s parameters changed."""
+    check_mesh(mesh)
+    with on_all_ranks(mesh) as facts:
+        _check_source(src_data_rank, mesh)
+        entries = _entries(module, plan)
+        facts += _facts(module, mesh, entries, src_data_rank)
+    # Apart from the above: a check may make the groups of a grid, which takes all ranks.
+    with on_all_ranks(mesh):
+        for entry in entries:
+            _undo_default(entry)
+        _check(entries, mesh)
+        check_fused(module, [entry[1:] for entry in entries], mesh)
+    return entries
+
+
+def _entries(module: nn.Module, plan: Any) -> list[_Entry]:
     if isinstance(plan, ParallelStyle | dt.Replicate):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
@@ -141,11 +162,38 @@ def _checked_entries(module: nn.Module, mesh: DeviceMesh, plan: Any) -> list[_En
     entries = [entry for key, style in plan.items() for entry in _resolve(module, key, style)]
     _check_wrappers(module, entries)
     entries += _unnamed_vectors(module, entries) + _unnamed_dropouts(module, entries)
-    entries = _with_neighbours(entries + _dropping_inside(module, entries))
-    for entry in entries:
-        _undo_default(entry)
-    _check(entries, mesh)
-    return entries
+    return _with_neighbours(entries + _dropping_inside(module, entries))
+
+
+def _facts(
+    module: nn.Module, mesh: DeviceMesh, entries: list[_Entry], src_data_rank: int | None
+) -> list[Fact]:
+    """What decides which collectives a rank runs, from here to the end of training."""
+    from . import __version__  # here, as the package imports this module first
+
+    named = [
+        ("version of torch_tp2d", __version__),
+        ("mesh", f"{describe_mesh(mesh)} of ranks {mesh.mesh.tolist()}"),
+        ("src_data_rank", repr(src_data_rank)),
+        ("planner.assume()", assumed()),
+        ("debug mode", "on" if debug.is_on() else "off"),
+    ]
+    named += [(f"entry for {entry.name!r}", _described(entry.style)) for entry in entries]
+    for name, param in module.named_parameters():
+        kind = "" if param.requires_grad else ", frozen"
+        placed = f" placed {param.placements}" if isinstance(param, DTensor) else ""
+        where = "meta " if param.is_meta else ""
+        text = f"{where}{tuple(param.shape)} {param.dtype}{placed}{kind}"
+        named.append((f"parameter {name!r}", text))
+    return named
+
+
+def _described(style: ParallelStyle) -> str:
+    """A style as every rank writes it: one of the user's own may print an address."""
+    kind = type(style)
+    if kind.__module__.partition(".")[0] not in ("torch", __package__):
+        return kind.__qualname__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(style))
 
 
 def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[_Entry]:
@@ -290,9 +338,6 @@ def _is_hook(style: ParallelStyle) -> bool:
     return isinstance(style, GridStyle) and style.is_hook
 
 
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
-
-
 def _check_heads(entry: _Entry, grid: Grid) -> None:
     """A projection into heads whose local output would split a head.
 
@@ -306,7 +351,7 @@ def _check_heads(entry: _Entry, grid: Grid) -> None:
         return
     if style.output_layouts[1] not in (dt.Shard(-1), dt.Shard(2)):
         return
-    sizes = (getattr(entry.parent, name, None) for name in _HEAD_SIZES)
+    sizes = (getattr(entry.parent, name, None) for name in HEAD_SIZES)
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
     features = _out_features(entry.module)
     one = getattr(entry.parent, "split_size", None)
@@ -359,13 +404,8 @@ def _row_dim(name: str, entries: list[_Entry]) -> int:
         ValueError: if those next to it in the tree of modules differ.
     """
 
-    def nearness(other: str) -> int:
-        pairs = zip(name.split("."), other.split("."), strict=False)
-        return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
-
-    linear = [(e.name, e.style.row_dim) for e in entries if isinstance(e.style, _LINEAR_STYLES)]
-    nearest = max((nearness(other) for other, _ in linear), default=0)
-    row_dims = {row_dim for other, row_dim in linear if nearness(other) == nearest}
+    linear = [e for e in entries if isinstance(e.style, _LINEAR_STYLES)]
+    row_dims = {entry.style.row_dim for entry in _nearest(name, linear)}
     if len(row_dims) > 1:
         raise ValueError(
             f"{name!r}: no plan entry names it, and which token dim tp_row splits there is not "
@@ -373,6 +413,17 @@ def _row_dim(name: str, entries: list[_Entry]) -> int:
             f"style's row_dim"
         )
     return min(row_dims, default=0)
+
+
+def _nearest(name: str, entries: list[_Entry]) -> list[_Entry]:
+    """Those next to a module in the tree of modules."""
+
+    def nearness(other: str) -> int:
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return next((depth for depth, (a, b) in enumerate(pairs) if a != b), 0)
+
+    nearest = max((nearness(entry.name) for entry in entries), default=0)
+    return [entry for entry in entries if nearness(entry.name) == nearest]
 
 
 def _unnamed_vectors(root: nn.Module, entries: list[_Entry]) -> list[_Entry]:
@@ -513,7 +564,9 @@ def _surroundings(name: str, entries: list[_Entry]) -> Surroundings:
     prepared = [placement for above in reversed(around) for placement in _prepared(above, entries)]
     found = prepared[:1] or list(streams or inputs)
     stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
-    return Surroundings(stream, frozenset(widths), tuple(split), in_attention)
+    linear = [e for e in entries if isinstance(_unlifted(e), _LINEAR_STYLES)]
+    axes = frozenset(_unlifted(entry).axes for entry in _nearest(name, linear))
+    return Surroundings(stream, frozenset(widths), tuple(split), in_attention, axes)
 
 
 _STREAMS = {dt.Shard(1), dt.Replicate()}
@@ -576,6 +629,18 @@ def _tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
                     owner.register_parameter(attribute, placed)
 
 
+def _leaves_some_empty(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
+) -> bool:
+    """Whether some rank holds nothing of a tensor that is not empty itself."""
+    smallest = list(shape)
+    for placement, count in zip(placements, mesh.shape, strict=True):
+        if isinstance(placement, dt.Shard):
+            size = smallest[placement.dim]
+            smallest[placement.dim] = max(0, size - (count - 1) * -(-size // count))
+    return 0 in smallest and 0 not in shape
+
+
 class _FirstForward:
     """Checks a model once, when it first runs: by then every part of the plan has been applied."""
 
@@ -593,6 +658,10 @@ class _FirstForward:
     def watch(
         cls, module: nn.Module, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]
     ) -> None:
+        for name, submodule in module.named_modules():
+            runner = submodule.__dict__.get("_tp2d")
+            if runner is not None:
+                runner.name = name
         placed = [
             (prefix, name)
             for prefix, owner in module.named_modules()
@@ -607,7 +676,9 @@ class _FirstForward:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        refuse_transforms(module)
         self._check_placed(module)
+        self._check_empty(module)
         plain = [
             f"{name} {tuple(param.shape)}"
             for name, param in module.named_parameters()
@@ -637,6 +708,24 @@ class _FirstForward:
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
+
+    def _check_empty(self, module: nn.Module) -> None:
+        """Refuse parameters of which FSDP2 is to reduce the gradients, and some rank holds none.
+
+        It raises there, in backward, and leaves the other ranks waiting.
+        """
+        names = (kind.__name__ for inner in module.modules() for kind in type(inner).__mro__)
+        if "FSDPModule" not in names:
+            return
+        for name, param in module.named_parameters():
+            if not isinstance(param, DTensor) or not param.requires_grad:
+                continue
+            if _leaves_some_empty(tuple(param.shape), param.placements[-2:], self.mesh):
+                raise ValueError(
+                    f"{name} of shape {tuple(param.shape)}, placed {param.placements[-2:]}, leaves "
+                    f"some ranks of mesh {describe_mesh(self.mesh)} without elements, which FSDP2 "
+                    f"does not take: use a larger size there, or fewer rows or columns"
+                )
 
     def _check_placed(self, module: nn.Module) -> None:
         """Refuse a model that DistributedDataParallel or FSDP1 has taken the DTensors out of."""

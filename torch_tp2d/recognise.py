@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "HEADS",
+    "HEAD_SIZES",
+    "KEY_HEADS",
     "NormKind",
     "describe_module",
+    "head_counts",
     "is_conv1d",
     "is_embedding",
     "is_linear",
@@ -59,6 +64,27 @@ def is_patch_embedding(module: nn.Module) -> bool:
         and module.dilation == (1, 1)
         and module.groups == 1
     )
+
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
+"""The usual names of what an attention module says of its heads."""
+
+
+def head_counts(module: nn.Module) -> tuple[int | None, int | None]:
+    """Query heads and key heads that the module, or its config, says it has."""
+    return _count(module, HEADS), _count(module, KEY_HEADS)
+
+
+def _count(module: nn.Module, names: Iterable[str]) -> int | None:
+    """The first of the attributes that the module, or its config, has as a number."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if type(value) is int and value > 0:
+                return value
+    return None
 
 
 @dataclass(frozen=True)

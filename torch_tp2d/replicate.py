@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from .base import GridStyle, LayoutLike, Runner, local_shards
 from .comm import Axis
@@ -45,6 +46,8 @@ class Replicate(GridStyle):
         output_layouts: layout of the output; by default as the module gives it.
         use_local_output: hand on local tensors; by default if the input was local.
         row_dim: the token dim that ``tp_row`` splits.
+        grad_layouts: as in :class:`Colwise2D`. By default the gradient of what ids give that are
+            whole on every row is a share of each row, as that of an embedding of positions is.
 
     Inside :class:`Attention2D` a module on heads ``[batch, heads, sequence, features]``, in any
     order of the first three, runs on this column's, and its gradients are summed over the columns.
@@ -67,12 +70,16 @@ class Replicate(GridStyle):
         output_layouts: LayoutLike = None,
         use_local_output: bool | None = None,
         row_dim: int = 0,
+        grad_layouts: LayoutLike = None,
     ) -> None:
         super().__init__()
         check_row_dim(row_dim)
         row = Shard(row_dim)
         self.row_dim = row_dim
-        self.given_layouts = input_layouts, output_layouts, None
+        self.given_layouts = input_layouts, output_layouts, grad_layouts
+        self.grad_layouts = (
+            None if grad_layouts is None else as_layout(grad_layouts, (row, row), row=row)
+        )
         self.input_layouts = (
             None if input_layouts is None else as_layout(input_layouts, _WHOLE, row=row)
         )
@@ -100,7 +107,7 @@ class Replicate(GridStyle):
                 given_out=self.given_layouts[1],
                 default_col=dt.Replicate(),
                 use_local_output=self.use_local_output is not False,
-                grad_layouts=None,
+                grad_layouts=self.grad_layouts,
             )
         runner = WholeRunner(
             "Replicate",
@@ -112,6 +119,7 @@ class Replicate(GridStyle):
             self.use_local_output,
             surroundings=self.surroundings,
             certain=is_pair(self.given_layouts[0]),
+            grad_layouts=self.grad_layouts,
         )
         runner.by_default = self.by_default
         return runner
@@ -145,8 +153,10 @@ class WholeRunner(Runner):
         enforce_input: bool = False,
         surroundings: Surroundings = UNKNOWN,
         certain: bool = False,
+        grad_layouts: Layout | None = None,
     ) -> None:
         self.style, self.certain = style, certain
+        self.grad_layouts = grad_layouts
         self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
         self.surroundings = surroundings
         self.locally = _local_math(module)
@@ -172,18 +182,18 @@ class WholeRunner(Runner):
             if declared is None:
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
-            if not self.certain:
-                refuse_one_input_for_all_rows(x, declared, module, self.grid)
             if self.wanted is None and self._takes_tokens(x, declared):
                 x = self.grid.without_stand_in(x, declared)
                 shape = self.grid.shape_of(x, declared)
                 y = self._locally(module, x, declared)
                 # Asked for before the module ran, so that the answer came meanwhile.
                 sizes = shape()[:-1]
+                self._compare_rows(module, given, declared)
                 if use_local:
                     return self.grid.with_stand_in(y, declared, sizes)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             x = to_dtensor(x, declared, self.grid)
+            self._compare_rows(module, given, declared)
         elif x.device_mesh != self.grid.mesh:
             layout = self.grid.layout(x, self.row_dim)
             x = to_dtensor(x.to_local(), layout, self.grid)
@@ -220,7 +230,26 @@ class WholeRunner(Runner):
         if not use_local:
             return y
         layout = self.grid.layout(y, self.row_dim)
-        return self.grid.with_stand_in(y.to_local(), layout, self.grid.sizes_of(y))
+        local = y.to_local(grad_placements=self._grad_placements(given, layout))
+        return self.grid.with_stand_in(local, layout, self.grid.sizes_of(y))
+
+    def _grad_placements(self, given: Tensor, layout: Layout) -> tuple[Placement, Placement] | None:
+        """Of a local output, where its gradients are shares though it is whole."""
+        grads = self.grad_layouts
+        if grads is None and not given.is_floating_point():
+            # Ids: what is whole on every row is added to each row's own tokens, as positions are.
+            grads = dt.Partial(), dt.Replicate()
+        if grads is None:
+            return None
+        row, col = (
+            dt.Partial() if isinstance(have, dt.Replicate) and want.is_partial() else have
+            for have, want in zip(layout, grads, strict=True)
+        )
+        return self.grid.placements((row, col))
+
+    def _compare_rows(self, module: nn.Module, x: Tensor, declared: Layout) -> None:
+        if not self.certain:
+            refuse_one_input_for_all_rows(x, declared, module, self.grid)
 
     def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
         """A further local tensor of the same tokens as ``x``, laid out alike."""
@@ -251,7 +280,7 @@ class WholeRunner(Runner):
 
     def prepare(self, module: nn.Module) -> Ready:
         """Take up the parameters."""
-        return Ready(*local_shards(*map(module._parameters.get, ("weight", "bias"))))
+        return Ready(*local_shards(*(getattr(module, name, None) for name in ("weight", "bias"))))
 
 
 def _first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

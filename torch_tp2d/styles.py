@@ -15,20 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from . import layouts
-from .base import GridStyle, LayoutLike, Runner, local_shards, values_of
+from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards, values_of
 from .comm import deal_grad
 from .edges import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
 from .grid import Grid, describe_mesh
 from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
 from .norm import Norm2D
-from .ops.matmul import ALGORITHMS, Cut, LinearOp, linear2d, ring
-from .ops.matmul.stationary import StationaryOp, stationary2d
+from .ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d, stationary
+from .ops.matmul.call import low_precision
+from .ops.matmul.pipelined import late
 from .planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from .planner.rates import Rates, measured
 from .recognise import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
 from .runtime.ahead import Ready, take_up
-from .runtime.context import Sizes
+from .runtime.context import Sizes, Watched
 
 __all__ = [
     "Block2DParallel",
@@ -61,7 +62,7 @@ class _MatmulStyle(GridStyle):
         reshard_after_forward: bool | None = None,
         regather_input: bool = False,
         grad_layouts: LayoutLike = None,
-        parts: int = 1,
+        parts: int | None = None,
     ) -> None:
         super().__init__()
         layouts.check_row_dim(row_dim)
@@ -77,11 +78,13 @@ class _MatmulStyle(GridStyle):
         self.algorithm = algorithm
         self.use_local_output = use_local_output
         whole_input = isinstance(self.rule.input_col, Replicate)
-        if regather_input and not (whole_input and algorithm in ("auto", "ring")):
+        if regather_input and not (whole_input and algorithm in ("auto", "pipelined")):
             raise ValueError(
                 f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
-                f'backward: regather_input is for Colwise2D with "ring", leave it out'
+                f'backward: regather_input is for Colwise2D with "pipelined", leave it out'
             )
+        self.says_parts = parts is not None
+        parts = 1 if parts is None else parts
         if parts < 1 or (parts > 1 and not (self.rule is layouts.COLWISE and use_local_output)):
             raise ValueError(
                 f"parts is the number of projections that a fused weight holds side by side, at "
@@ -157,6 +160,15 @@ class _MatmulStyle(GridStyle):
                 f"{style} takes a Conv2d whose patches do not overlap (stride equal to the kernel, "
                 f"no padding, dilation or groups), not {describe_module(module)}: use "
                 f"torch_tp2d.Replicate() for it"
+            )
+        elif isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"{style} is for an nn.Embedding that looks up rows and no more, but "
+                f"{describe_module(module)} has a forward of its own (a scale, an offset of "
+                f"positions), which would be skipped: put an nn.Embedding in its place and do the "
+                f"rest in the module around it, or keep it whole on every rank: for ids [batch, "
+                f"sequence], torch_tp2d.Replicate(input_layouts=(Replicate(), Replicate()), "
+                f"output_layouts=Replicate())"
             )
         elif not (is_linear(module) or is_conv1d(module)):
             raise TypeError(
@@ -259,9 +271,11 @@ class _LinearRunner(Runner):
         gathers = style.rule.gathers_input
         name = style.algorithm
         if name == "auto":
-            name = "ring" if style.regather_input else choose_algorithm(grid.col.is_gloo, rates)
+            name = (
+                "pipelined" if style.regather_input else choose_algorithm(grid.col.is_gloo, rates)
+            )
         algorithm = ALGORITHMS[name]
-        self.in_rounds = name == "ring"
+        self.in_rounds = name == "pipelined"
         self.may_reshard = style.reshard_after_forward is None
         p, q = (in_features, out_features) if gathers else (out_features, in_features)
         self.grid = grid
@@ -288,10 +302,7 @@ class _LinearRunner(Runner):
     def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies its output features by."""
         weight, bias = local_shards(module.weight, module.bias)
-        if torch.is_autocast_enabled(weight.device.type):
-            # Before anything moves: the wire carries the low precision too.
-            dtype = torch.get_autocast_dtype(weight.device.type)
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        weight, bias = low_precision(weight, bias)
         if self.parts > 1:
             return deal_grad(weight, self.out_dim, bias, self.parts, self.grid.col)
         return weight, bias
@@ -308,12 +319,13 @@ class _LinearRunner(Runner):
             params.append(module.bias)
         values = [values_of(param) for param in params]
         sources = [(value, value.clone()) for value in values]
-        if self.parts > 1 or torch.is_autocast_enabled(weight.device.type):
+        if copied:
             # The shards themselves take deferred gradients; what was made of them does not.
-            weight, bias = ring.late(weight), None if bias is None else ring.late(bias)
+            weight, bias = late(weight), None if bias is None else late(bias)
         return Ready(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut), sources)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
             ready = take_up(module, self.prepare, self.grid.context)
@@ -333,14 +345,14 @@ class _LinearRunner(Runner):
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
         if shards is not None:
             have = have[0], Shard(shards.dim)
+        call = Call(op, shards=shards, module=module, context=self.grid.context)
+        if not torch.compiler.is_compiling():
+            call = replace(call, param=Watched(module.weight))
         if ready is None:
-            y = linear2d(operand, *self._shards(module), op, shards)
+            y = linear2d(operand, *self._shards(module), call)
         else:
-            assert isinstance(operand, Tensor) and ready.weight is not None
-            if torch.is_autocast_enabled(operand.device.type):
-                operand = operand.to(ready.weight.dtype)
-            around = ring.Around(module, self.grid.context, shards)
-            y = ring.linear(operand, ready.weight, ready.bias, op, ready.moving, around)
+            assert ready.weight is not None
+            y = linear2d(operand, ready.weight, ready.bias, replace(call, moving=ready.moving))
             running = self.grid.context.running
             if running is not None:
                 running.gather_ahead()
@@ -374,14 +386,14 @@ class _LinearRunner(Runner):
             features = cut.col.split(features)[column]
         return cut.p * cut.col.split(cut.q)[column] <= longest * features
 
-    def _leaves_by(self, shape: torch.Size) -> ring.Shards | None:
+    def _leaves_by(self, shape: torch.Size) -> Shards | None:
         """How a partial result goes to its output layout, if that is by shards of the tokens."""
         row, col = layouts.normalize(self.wanted_out, len(shape))
         if not self.result[1].is_partial() or self.grid.col.size == 1:
             return None
         if not isinstance(col, Shard) or col.dim == len(shape) - 1 or row != self.result[0]:
             return None
-        return ring.Shards(col.dim, self.grid.col.split(shape[col.dim]), self.grid.col)
+        return Shards(col.dim, self.grid.col.split(shape[col.dim]), self.grid.col)
 
 
 class _StationaryRunner(Runner):
@@ -401,15 +413,18 @@ class _StationaryRunner(Runner):
         self.certain = layouts.is_pair(style.given_layouts[0])
         self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.operand, self.result = style.rule.stationary_input, style.rule.stationary_output
-        self.op = StationaryOp(
-            row=grid.row,
-            col=grid.col,
-            out_features=out_features,
-            sums_over_row=style.rule.gathers_input,
+        gathers = style.rule.gathers_input
+        p, q = (in_features, out_features) if gathers else (out_features, in_features)
+        self.op = LinearOp(
+            algorithm=stationary,
+            cut=Cut(grid.row, grid.col, p, q),
+            gathers_input=gathers,
             transposed=transposed,
+            keep_weight=True,
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
         sizes = self.grid.sizes_of(x)
         x = enter(
             x,
@@ -422,7 +437,7 @@ class _StationaryRunner(Runner):
             certain=self.certain,
         )
         weight, bias = local_shards(module.weight, module.bias)
-        y = stationary2d(x, weight, bias, self.op)
+        y = linear2d(x, weight, bias, Call(self.op))
         y = leave(
             y,
             self.result,
@@ -542,18 +557,18 @@ class Colwise2D(_MatmulStyle):
             rates or tokens are not known, under ``torch.compile`` and for an algorithm named
             below, which moves the weight, it is the style's own. An embedding's weight never
             moves, whatever the dataflow.
-        algorithm: ``"auto"``, ``"ring"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
-            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"ring"`` on gloo, if
+        algorithm: ``"auto"``, ``"pipelined"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
+            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"pipelined"`` on gloo, if
             transfers take longer there than rounds cost, and ``"collective"`` elsewhere. A weight
             that stays takes ``"auto"`` and ``"collective"`` only.
         reshard_after_forward: free the gathered weight after forward and gather it again in
             backward (True), or keep it (False): 1/C of the weight more memory, a third less
             weight traffic. None (default) gathers it again only where it is larger than the
             input that is kept beside it, in a model whose embedding is on the mesh too. Only
-            ``"ring"`` and ``"collective"`` gather a weight.
+            ``"pipelined"`` and ``"collective"`` gather a weight.
         regather_input: gather an input that is split by tokens over ``tp_col`` again for
             backward instead of keeping it: 1/N of it is kept, not 1/R, and it travels three times
-            instead of twice. With ``"ring"`` in eager; q, k and v share it.
+            instead of twice. With ``"pipelined"`` in eager; q, k and v share it.
         grad_layouts: layout of the gradient that comes back for a local output, where that is
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along
@@ -563,7 +578,10 @@ class Colwise2D(_MatmulStyle):
             (and so saved as one matrix), but the output is this rank's share of each projection,
             side by side. For that the ranks along ``tp_col`` exchange columns of their shards
             before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
-            stationary, they exchange the output's features instead.
+            stationary, they exchange the output's features instead. None (default) is 1, and
+            :func:`torch_tp2d.parallelize_module` refuses it where the Rowwise2D beside takes so
+            much less than this module gives that there must be several; 1 says that there is one,
+            or that what belongs together stands side by side (queries, keys and values by heads).
 
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.

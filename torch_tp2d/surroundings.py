@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .grid import Grid
-from .layouts import Layout
+from .grid import Axes, Grid
+from .layouts import TP_COL, Layout
 
 __all__ = ["UNKNOWN", "Surroundings", "is_of_features"]
 
@@ -38,12 +38,14 @@ class Surroundings:
         split: the Linears beside the module that hand on local features, or heads, split over
             ``tp_col``, or shares of a gradient.
         in_attention: whether an :class:`~torch_tp2d.Attention2D` runs the module around.
+        axes: those on which the styles next to it act.
     """
 
     stream: Placement | None = None
     widths: frozenset[int] | None = None
     split: tuple[str, ...] = ()
     in_attention: bool = False
+    axes: frozenset[Axes] = frozenset()
 
     def sees_heads(self, module: nn.Module, x: Tensor) -> bool:
         """Whether ``x`` is this column's heads inside an attention that the grid runs.
@@ -80,6 +82,7 @@ class Surroundings:
         Raises:
             ValueError: if the plan does not tell it, or the tensor's sizes say otherwise.
         """
+        self.check_axes(owner, x, grid)
         known = grid.tokens_of(x) if x.ndim == 3 else grid.context.tokens
         if x.ndim == 2:
             return self._of_vectors(owner, x, row_dim, grid)
@@ -104,6 +107,16 @@ class Surroundings:
                 f"tokens {known}, {told[0]}",
             )
         return row, told[0]
+
+    def check_axes(self, owner: str, x: Tensor, grid: Grid) -> None:
+        """Refuse a tensor between styles that act on other axes.
+
+        Raises:
+            ValueError: if some do: what lies there is not split as it is around a 2-D style.
+        """
+        others = sorted(map(str, self.axes - {TP_COL}))
+        if others and grid.row.size * grid.col.size > 1:
+            raise _unclear(owner, x, grid, f"styles next to it act on {', '.join(others)}")
 
     def _stream(self, owner: str, x: Tensor, grid: Grid) -> Placement:
         if self.stream is not None and (x.ndim == 3 or not isinstance(self.stream, Shard)):

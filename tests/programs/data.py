@@ -61,6 +61,20 @@ class Mlp(_Brief):
     """The layout between up and down: features, whole or tokens."""
     prepare: bool = False
     """Whether a PrepareModuleInput gathers what the module is given."""
+    after: str = ""
+    """A layout from which a PrepareModuleOutput brings the output to the stream's; "" is none."""
+    conv: bool = False
+    """Whether the Linears are Conv1Ds, as Hugging Face's, whose weight is [in, out]."""
+    fused: bool = False
+    """Whether up and gate are one weight, with parts=2 where its output is split."""
+    beta: str = ""
+    """The style of an activation that learns: unnamed, declared or local; "" is a gelu."""
+    mix: str = ""
+    """The style of a residual that learns, a module of two tensors: unnamed, declared or local."""
+    keyword: bool = False
+    """Whether the residual that learns is called by keywords."""
+    dropout: str = ""
+    """The style of dropout between up and down, and after down: unnamed or declared."""
     up: How = How()
     down: How = How("rowwise")
 
@@ -81,6 +95,13 @@ class Attention(_Brief):
     algorithm: str = "auto"
     """Of attention2d with row_dim=1: auto, ring, gather or two_phase."""
     prepare: bool = False
+    conv: bool = False
+    fused: bool = False
+    """Whether q, k and v are one weight, with parts=3, where there are as many of each."""
+    cross: bool = False
+    """Whether keys and values are of the other stream of tokens, where the model embeds."""
+    dropout: bool = False
+    """Whether attention weights are dropped, by the module's own call."""
     up: How = How()
     down: How = How("rowwise")
 
@@ -116,6 +137,11 @@ class Model(_Brief):
     local: bool = True
     """Whether the stream is local tensors, else DTensors."""
     row_dim: int = 0
+    axes: str = "tp_col"
+    """The axes of stock styles, of which the whole plan is then made: tp_col, tp_row or both."""
+    apply: str = "whole"
+    """By torch_tp2d's parallelize_module; also torch, by torch's own; blocks, for each block first.
+    """
     embed: Embed | None = None
     blocks: tuple[Block, ...] = ()
     norm: Norm | None = None
@@ -133,7 +159,8 @@ class Op(_Brief):
                     0);
                     ``skip`` and ``twice``: blocks; ``again``: "" for a fresh input, same, or the
                     last one refilled by data, copy or local; ``loss``: local, full or entropy
-    backward        of the oldest pending forward, or (``last``) the newest; ``retain``
+    backward        of the oldest pending forward, or (``last``) the newest; ``retain``;
+                    ``how``: sum for one backward of all that are pending
     grad            torch.autograd.grad of some parameters (``index`` picks) and the input
     drop            the pending graphs, in a cycle that only garbage collection frees
     step            ``how``: sgd, adamw, foreach or fused
@@ -142,6 +169,8 @@ class Op(_Brief):
     swap            parameter ``index`` for a new nn.Parameter
     change          parameter ``index`` by ``how``: copy, data, local or foreach
     hook            a forward pre-hook on block ``index`` that changes its first weight's data
+    log             hooks on block ``index`` that look and change nothing
+    exchange        the first block and the last, and their places
     deepcopy        the model goes on as its copy
     save, load      a state dict, in memory
     collect         garbage, on rank ``index`` only
@@ -171,6 +200,9 @@ class Program(_Brief):
     grid: tuple[int, int] = (1, 1)
     models: tuple[Model, ...] = (Model(),)
     use: tuple[Op, ...] = TRAIN
+    fsdp: str = ""
+    """FSDP2 outside, over an axis of ``dp`` that is given the same tokens: keep or reshard."""
+    dp: int = 1
     rates: bool = False
     """Whether "auto" knows rates by which weights stay where tokens are few."""
 

@@ -13,7 +13,7 @@ __all__ = ["DEEP_GRIDS", "GRIDS", "programs"]
 GRIDS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
 DEEP_GRIDS = (*GRIDS, (2, 3), (3, 2), (2, 4), (3, 3))
 
-_ALGORITHMS = ("auto", "collective", "ring", "summa", "bmr", "cannon")
+_ALGORITHMS = ("auto", "collective", "pipelined", "summa", "bmr", "cannon")
 _bool = st.booleans()
 _sizes = st.sampled_from((8, 4, 5, 6, 3, 9, 1, 2))
 
@@ -59,6 +59,13 @@ def _mlp(draw: Any, stream: str) -> Mlp:
         residual=draw(_mostly(True, False)),
         between=draw(_mostly("features", "whole", "tokens")),
         prepare=draw(_mostly(False, True)),
+        after=draw(_mostly("", "whole", "tokens")),
+        conv=draw(_mostly(False, True)),
+        fused=draw(_mostly(False, True)),
+        beta=draw(_mostly("", "unnamed", "declared", "local")),
+        mix=draw(_mostly("", "unnamed", "declared", "local")),
+        keyword=draw(_bool),
+        dropout=draw(_mostly("", "unnamed", "declared")),
         up=draw(_how(_COLWISE)),
         down=draw(_how(_ROWWISE)),
     )
@@ -79,6 +86,10 @@ def _attention(draw: Any, stream: str) -> Attention:
         plan=draw(st.sampled_from(("attention2d", "local", "dtensor", "whole"))),
         algorithm=draw(st.sampled_from(("auto", "ring", "gather", "two_phase"))),
         prepare=draw(_bool),
+        conv=draw(_mostly(False, True)),
+        fused=draw(_mostly(False, True)),
+        cross=draw(_mostly(False, True)),
+        dropout=draw(_mostly(False, True)),
         up=draw(_how(_COLWISE[:5])),
         down=draw(_how(("rowwise", "rowwise", "stock_rowwise", "block"))),
     )
@@ -114,6 +125,8 @@ def _models(draw: Any, embeds: bool) -> Model:
         stream=stream,
         local=draw(_bool),
         row_dim=draw(_mostly(0, 1)),
+        axes=draw(_mostly("tp_col", "tp_row", "both")),
+        apply=draw(_mostly("whole", "torch", "blocks")),
         embed=embed,
         blocks=drawn,
         norm=draw(_norms(stream)),
@@ -145,12 +158,13 @@ _backward = st.builds(
     Op,
     what=_mostly("backward", "grad"),
     last=_bool,
+    how=_mostly("", "sum"),
     retain=_mostly(False, True),
     index=_index,
 )
 _other = st.one_of(
     st.builds(Op, what=st.sampled_from(("deepcopy", "save", "load", "drop")), model=_mostly(0, 1)),
-    st.builds(Op, what=st.just("collect"), index=_index),
+    st.builds(Op, what=st.sampled_from(("collect", "log", "exchange")), index=_index),
     st.builds(
         Op,
         what=st.just("step"),
@@ -182,9 +196,13 @@ def programs(draw: Any, grids: tuple[tuple[int, int], ...] = GRIDS) -> Program:
         models.append(draw(_models(embeds)))
     steps = st.lists(st.one_of(_forward, _backward, _backward, _other), max_size=10)
     use = (draw(_forward), *draw(steps), draw(_training), Op("backward", last=True))
+    grid = draw(st.sampled_from(grids))
+    fsdp = draw(_mostly("", "keep", "reshard"))
     return Program(
-        grid=draw(st.sampled_from(grids)),
+        grid=grid,
         models=tuple(models),
         use=use,
+        fsdp=fsdp,
+        dp=draw(st.sampled_from((1, 2))) if fsdp and grid[0] * grid[1] < 4 else 1,
         rates=draw(_mostly(False, True)),
     )

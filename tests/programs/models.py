@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -28,16 +30,28 @@ from torch_tp2d import (
     Attention2D,
     Block2DParallel,
     Colwise2D,
+    Dropout2D,
     Lifted,
     Local2D,
     Norm2D,
     Rowwise2D,
     attention_projections,
 )
+from torch_tp2d.ops.dropout import draw_key, drop, dropped
 
 from .data import Attention, Block, How, Mlp, Model, Norm, Op
 
-__all__ = ["LONGEST", "Net", "Plan", "Stop", "build", "pair"]
+__all__ = [
+    "LONGEST",
+    "Net",
+    "Plan",
+    "Stop",
+    "build",
+    "drop_as_one_device",
+    "on_line",
+    "pair",
+    "settled",
+]
 
 LONGEST = 16
 """Positions that a position embedding has."""
@@ -60,68 +74,171 @@ def _norm(norm: Norm | None, hidden: int) -> nn.Module | None:
     return nn.LayerNorm(hidden, bias=norm.bias) if norm.kind == "layer" else nn.RMSNorm(hidden)
 
 
-class MlpBody(nn.Module):
-    def __init__(self, hidden: int, mlp: Mlp) -> None:
+class Conv1D(nn.Module):
+    """As Hugging Face's: a Linear that holds its weight transposed."""
+
+    def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden, mlp.inner, bias=mlp.bias)
-        self.gate = nn.Linear(hidden, mlp.inner, bias=False) if mlp.gate else None
-        self.down = nn.Linear(mlp.inner, hidden, bias=mlp.bias)
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.empty(nf))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.gelu(self.up(x))
-        return self.down(y if self.gate is None else y * self.gate(x))
+        return x @ self.weight + self.bias
+
+
+class Swish(nn.Module):
+    """An activation that learns."""
+
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        # FSDP2 takes no scalars.
+        self.beta = nn.Parameter(torch.empty(() if scalar else 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x * self.beta)
+
+
+class Mix(nn.Module):
+    """A residual that learns."""
+
+    def __init__(self, hidden: int, scalar: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(hidden))
+        self.share = nn.Parameter(torch.empty(() if scalar else 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * self.scale + y * self.share
+
+
+class WholeDropout(nn.Module):
+    """Dropout of one device that drops what it would on a grid."""
+
+    p = 0.4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return drop(x, dropped(draw_key(), self.p, [torch.arange(n) for n in x.shape]), self.p)
+
+
+def _linear(width: int, out: int, bias: bool, conv: bool) -> nn.Module:
+    return Conv1D(out, width) if conv else nn.Linear(width, out, bias=bias)
+
+
+class MlpBody(nn.Module):
+    def __init__(self, hidden: int, mlp: Mlp, scalar: bool) -> None:
+        super().__init__()
+        self.up = _linear(hidden, mlp.inner * (1 + mlp.fused), mlp.bias, mlp.conv)
+        gated = mlp.gate and not mlp.fused
+        self.gate = _linear(hidden, mlp.inner, False, mlp.conv) if gated else None
+        self.act = Swish(scalar) if mlp.beta else nn.GELU()
+        self.fused = mlp.fused
+        self.drop = nn.Dropout(WholeDropout.p) if mlp.dropout else nn.Identity()
+        self.down = _linear(mlp.inner, hidden, mlp.bias, mlp.conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.fused:
+            y, other = y.chunk(2, -1)
+            y = self.act(y) * other
+        else:
+            y = self.act(y) if self.gate is None else self.act(y) * self.gate(x)
+        return self.down(self.drop(y))
 
 
 class AttentionBody(nn.Module):
+    reference = False
+    """Whether its dropout is that of one device."""
+
     def __init__(self, hidden: int, attention: Attention) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = attention.heads, attention.kv_heads
         self.head_dim, self.causal = attention.head_dim, attention.causal
         self.groups = attention.heads != attention.kv_heads
         width, kv_width = (n * self.head_dim for n in (self.num_heads, self.num_kv_heads))
-        self.q = nn.Linear(hidden, width, bias=attention.bias)
-        self.k = nn.Linear(hidden, kv_width, bias=attention.bias)
-        self.v = nn.Linear(hidden, kv_width, bias=attention.bias)
-        self.o = nn.Linear(width, hidden, bias=attention.bias)
+        self.cross, self.dropout = attention.cross, WholeDropout.p * attention.dropout
+        bias, conv = attention.bias, attention.conv
+        self.fused = is_fused(attention)
+        if self.fused:
+            self.qkv = _linear(hidden, 3 * width, bias, conv)
+        else:
+            self.q = _linear(hidden, width, bias, conv)
+            self.k = _linear(hidden, kv_width, bias, conv)
+            self.v = _linear(hidden, kv_width, bias, conv)
+        self.o = _linear(width, hidden, bias, conv)
         normed = bool(attention.qk_norm)
         self.q_norm = nn.RMSNorm(self.head_dim) if normed else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim) if normed else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            y.view(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim)
-            for y in (self.q(x), self.k(x), self.v(x))
-        )
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        seen = x if memory is None else memory
+        if self.fused:
+            parts = self.qkv(x).chunk(3, -1)
+        else:
+            parts = self.q(x), self.k(seen), self.v(seen)
+        q, k, v = (y.view(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim) for y in parts)
         q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.groups)
+        if self.reference and self.dropout:
+            y = self._dropped(q, k, v)
+        else:
+            causal = self.causal and not self.cross
+            y = F.scaled_dot_product_attention(
+                q, k, v, None, self.dropout, causal, enable_gqa=self.groups
+            )
         return self.o(y.transpose(1, 2).flatten(2))
+
+    def _dropped(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
+        scores = q @ k.mT * self.head_dim**-0.5
+        if self.causal and not self.cross:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf)
+        index = [torch.arange(n) for n in scores.shape]
+        mask = dropped(draw_key(), self.dropout, index)
+        return drop(scores.softmax(-1), mask, self.dropout) @ v
+
+
+def is_fused(attention: Attention) -> bool:
+    """Whether q, k and v are one weight."""
+    return attention.fused and attention.heads == attention.kv_heads and not attention.cross
 
 
 class BlockModule(nn.Module):
-    def __init__(self, hidden: int, block: Block) -> None:
+    def __init__(self, hidden: int, block: Block, scalar: bool) -> None:
         super().__init__()
+        mixes = isinstance(block, Mlp) and block.mix and block.residual
+        self.mix = Mix(hidden, scalar) if mixes else None
+        self.keyword = getattr(block, "keyword", False)
+        self.cross = getattr(block, "cross", False)
+        self.drop = nn.Dropout(WholeDropout.p) if block.dropout and not self.cross else None
         self.norm = _norm(block.norm, hidden)
         self.residual = block.residual
         self.body: nn.Module = (
-            MlpBody(hidden, block) if isinstance(block, Mlp) else AttentionBody(hidden, block)
+            MlpBody(hidden, block, scalar)
+            if isinstance(block, Mlp)
+            else AttentionBody(hidden, block)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x if self.norm is None else self.norm(x))
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        y = x if self.norm is None else self.norm(x)
+        y = self.body(y, memory) if self.cross else self.body(y)
+        if self.drop is not None:
+            y = self.drop(y)
+        if self.mix is not None:
+            return self.mix(x=x, y=y) if self.keyword else self.mix(x, y)
         return x + y if self.residual else y
 
 
 class Net(nn.Module):
     """A program's model. What a forward does beside computing is in ``control``."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, scalar: bool) -> None:
         super().__init__()
         self.embed = self.positions = self.head = None
         if model.embed is not None:
             self.embed = nn.Embedding(model.embed.vocab, model.hidden)
             if model.embed.positions:
                 self.positions = nn.Embedding(LONGEST, model.hidden)
-        self.blocks = nn.ModuleList(BlockModule(model.hidden, block) for block in model.blocks)
+        self.blocks = nn.ModuleList(
+            BlockModule(model.hidden, block, scalar) for block in model.blocks
+        )
         self.norm = _norm(model.norm, model.hidden)
         if model.head is not None:
             self.head = nn.Linear(model.hidden, model.head.features, bias=model.head.bias)
@@ -129,7 +246,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         op, count = self.control, len(self.blocks)
+        memory: Any = None
         if self.embed is not None:
+            if any(block.cross for block in self.blocks):
+                # Another stream of tokens, of another length.
+                memory = self.embed(x.repeat(1, 2)[:, 1:].flip(1))
+                first = self.blocks[0]
+                memory = memory if first.cross else first(memory)
             length = x.shape[1]
             x = self.embed(x)
             if self.positions is not None:
@@ -142,21 +265,21 @@ class Net(nn.Module):
                 if index in skip:
                     continue
                 if op.mode == "full":
-                    x = checkpoint(block, x, use_reentrant=False)
+                    x = checkpoint(block, x, memory, use_reentrant=False)
                 elif op.mode == "selective":
                     contexts = partial(create_selective_checkpoint_contexts, _save_products)
-                    x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+                    x = checkpoint(block, x, memory, use_reentrant=False, context_fn=contexts)
                 else:
-                    x = block(x)
+                    x = block(x, memory)
                 if op.mode == "raise" and index == op.index % count:
                     raise Stop
         x = x if self.norm is None else self.norm(x)
         return x if self.head is None else self.head(x)
 
 
-def build(model: Model, seed: int) -> Net:
+def build(model: Model, seed: int, scalar: bool) -> Net:
     """The model in fp64, of parameters that no rank could guess (no ones, no zeros)."""
-    net = Net(model).double()
+    net = Net(model, scalar).double()
     if model.head is not None and model.head.tied:
         assert net.head is not None and net.embed is not None
         net.head.weight = net.embed.weight
@@ -164,15 +287,25 @@ def build(model: Model, seed: int) -> Net:
     with torch.no_grad():
         for name, param in net.named_parameters():
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
-            if param.ndim == 1:
+            if param.ndim <= 1:
                 param.copy_(noise * 0.3 + ("norm.weight" in name))
             else:
                 param.copy_(noise / (1.0 if "embed" in name else param.shape[1] ** 0.5))
     return net
 
 
-def pair(layout: str, row_dim: int, last: int = -1) -> tuple[Any, Any]:
-    """A layout by name, as placements ``(on tp_row, on tp_col)``."""
+def drop_as_one_device(net: Net) -> None:
+    """Have dropout drop what it drops on a grid."""
+    for module in list(net.modules()):
+        if isinstance(module, AttentionBody):
+            module.reference = True
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Dropout):
+                setattr(module, name, WholeDropout())
+
+
+def on_line(layout: str, row_dim: int, last: int = -1) -> tuple[Any, Any]:
+    """A layout by name, as placements along and across the axis that a style acts on."""
     row = Shard(row_dim)
     return {
         "whole": (row, Replicate()),
@@ -184,6 +317,45 @@ def pair(layout: str, row_dim: int, last: int = -1) -> tuple[Any, Any]:
     }[layout]
 
 
+def pair(layout: str, model: Model, last: int = -1) -> tuple[Any, Any]:
+    """A layout by name, as placements ``(on tp_row, on tp_col)``."""
+    across, along = on_line(layout, model.row_dim, last)
+    if model.axes == "tp_row":
+        return along, across
+    return (across, along) if model.axes == "tp_col" else (along, along)
+
+
+def settled(model: Model, fsdp: bool) -> Model:
+    """A model of which the parts go together: what does not is as plain as it has to be."""
+    if model.axes != "tp_col":
+        # Stock styles alone, on whole features.
+        stream = model.stream if model.stream in ("whole", "tokens") else "whole"
+        model = replace(model, row_dim=0, stream=stream)
+    if fsdp:
+        # FSDP2 takes no parameter of which a rank holds nothing.
+        model = replace(
+            model,
+            hidden=8,
+            embed=model.embed and replace(model.embed, vocab=8),
+            head=model.head and replace(model.head, features=8),
+        )
+    blocks = []
+    for block in model.blocks:
+        if fsdp and isinstance(block, Mlp):
+            block = replace(block, inner=8)
+        elif fsdp:
+            block = replace(block, heads=8, kv_heads=4, head_dim=2)
+        if isinstance(block, Attention):
+            block = replace(block, cross=block.cross and model.embed is not None)
+            if block.dropout and model.row_dim and block.plan != "attention2d":
+                block = replace(block, dropout=False)
+        blocks.append(block)
+    head = model.head
+    if head is not None and head.tied and model.apply == "torch":
+        head = replace(head, tied=False)
+    return replace(model, blocks=tuple(blocks), head=head)
+
+
 class Plan:
     """The plan of a model for a grid, and how what the model returns is laid out.
 
@@ -193,6 +365,10 @@ class Plan:
 
     def __init__(self, model: Model, grid: tuple[int, int]) -> None:
         self.model, self.grid = model, grid
+        rows, columns = grid
+        self.columns = {"tp_col": columns, "tp_row": rows, "both": rows * columns}[model.axes]
+        self.only_stock = model.axes != "tp_col"
+        self.names_all = self.only_stock or model.apply == "torch"
         self.entries: dict[str, Any] = {}
         stream, local = model.stream, model.local
         if model.embed is not None:
@@ -215,7 +391,7 @@ class Plan:
     def _embedding(self) -> None:
         model, embed = self.model, self.model.embed
         assert embed is not None
-        out = pair(model.stream, model.row_dim)
+        out = on_line(model.stream, model.row_dim)
         # Positions have no batch: what splits the sequence splits their first dim.
         own = tuple(Replicate() if p == Shard(0) else Shard(0) if p == Shard(1) else p for p in out)
         for name, style, layout in (
@@ -226,6 +402,8 @@ class Plan:
                 continue
             if model.stream not in _SIMPLE:
                 style = style.removeprefix("stock_")
+            elif self.only_stock:
+                style = f"stock_{style.removeprefix('stock_').replace('replicate', 'rowwise')}"
             if style.startswith("stock"):
                 kind: Any = RowwiseParallel if style == "stock_rowwise" else ColwiseParallel
                 stock = kind(
@@ -233,12 +411,19 @@ class Plan:
                     output_layouts=layout[1],
                     use_local_output=model.local,
                 )
-                self.entries[name] = Lifted(stock, row_dim=1) if model.row_dim else stock
+                self.entries[name] = self._lifted(stock)
                 continue
             kind = {"rowwise": Rowwise2D, "colwise": Colwise2D, "replicate": torch_tp2d.Replicate}
             self.entries[name] = kind[style](
                 output_layouts=layout, use_local_output=model.local, row_dim=model.row_dim
             )
+
+    def _lifted(self, stock: Any) -> Any:
+        model = self.model
+        if model.axes == "tp_col" and not model.row_dim and model.apply != "torch":
+            return stock
+        axes: Any = ("tp_row", "tp_col") if model.axes == "both" else model.axes
+        return Lifted(stock, axes=axes, row_dim=model.row_dim)
 
     def _norm(self, name: str, norm: Norm | None, layout: str, local: bool) -> tuple[str, bool]:
         """Adds a norm's style; the layout that it hands on."""
@@ -247,6 +432,9 @@ class Plan:
         model, row_dim, style = self.model, self.model.row_dim, norm.style
         if layout in ("hidden", "flat"):
             style = "norm2d"
+        elif self.only_stock:
+            kept = ("unnamed", "replicate", *(("sequence",) if layout == "tokens" else ()))
+            style = style if style in kept else "declared"
         elif style == "local" and (layout != "whole" or row_dim):
             style = "unnamed"
         elif style == "sequence" and layout != "tokens":
@@ -255,79 +443,147 @@ class Plan:
             # Nothing tells such a norm how its local input lies.
             if layout == "features" or (layout == "tokens" and model.embed is None):
                 style = "declared"
+        if style == "unnamed" and (self.names_all or (name == "norm" and model.apply != "whole")):
+            style = "declared"
         if style != "norm2d" and layout == "features" and norm.kind == "rms":
             # torch's own RMSNorm on a DTensor that is split by features is an error of torch's.
             style = "norm2d"
         if style == "norm2d":
             out = norm.out if layout not in ("hidden", "flat") or norm.out != "features" else layout
             self.entries[name] = Norm2D(
-                input_layouts=pair(layout, row_dim),
-                output_layouts=pair(out, row_dim),
+                input_layouts=pair(layout, model),
+                output_layouts=pair(out, model),
                 use_local_output=norm.local,
                 row_dim=row_dim,
             )
             return out, norm.local
         if style == "sequence":
             stock = SequenceParallel(use_local_output=norm.local)
-            self.entries[name] = Lifted(stock, row_dim=1) if row_dim else stock
+            self.entries[name] = self._lifted(stock)
             return layout, norm.local
         if style == "replicate":
             self.entries[name] = torch_tp2d.Replicate(row_dim=row_dim)
         elif style == "declared":
             self.entries[name] = torch_tp2d.Replicate(
-                input_layouts=pair(layout, row_dim), row_dim=row_dim
+                input_layouts=pair(layout, model), row_dim=row_dim
             )
         elif style == "local":
             self.entries[name] = Local2D()
         return layout, local
 
     def _block(self, name: str, block: Block) -> None:
-        stream, local = self.model.stream, self.model.local
-        layout, _ = self._norm(f"{name}.norm", block.norm, stream, local)
+        model, stream, local = self.model, self.model.stream, self.model.local
+        layout, normed = self._norm(f"{name}.norm", block.norm, stream, local)
         if isinstance(block, Attention):
-            self._attention(f"{name}.body", block, layout)
+            self._attention(f"{name}.body", block, layout, normed)
+            if block.dropout and not block.cross:
+                self._declare_dropout(f"{name}.drop", "declared", stream)
             return
-        layout = self._prepare(f"{name}.body", block, layout)
         body, between = f"{name}.body", block.between
+        after = block.after if stream in _SIMPLE and block.after else stream
+        layout = self._around(body, block.prepare, layout, after)
         if not block.prepare and block.up.style in ("replicate", "local"):
             between = layout if layout in ("whole", "tokens") else between
-        between, inner = self._linear(f"{body}.up", block.up, layout, between, block.up.local)
-        if block.gate:
-            self._linear(f"{body}.gate", block.up, layout, between, inner)
-        self._linear(f"{body}.down", block.down, between, stream, local)
-
-    def _prepare(self, name: str, block: Block, layout: str) -> str:
-        if not block.prepare or layout not in _SIMPLE:
-            return layout
-        row_dim = self.model.row_dim
-        stock = PrepareModuleInput(
-            input_layouts=(pair(layout, row_dim)[1],), desired_input_layouts=(Replicate(),)
+        parts = 1
+        if block.fused:
+            # Two projections of which each is split, or none.
+            splits = block.up.local and not block.inner % self.columns and not self.only_stock
+            if between == "features":
+                between, parts = ("features", 2) if splits else ("whole", 1)
+        between, inner = self._linear(
+            f"{body}.up", block.up, layout, between, block.up.local, parts=parts
         )
-        self.entries[name] = Lifted(stock, row_dim=1) if row_dim else stock
-        return "whole"
+        if block.gate and not block.fused:
+            self._linear(f"{body}.gate", block.up, layout, between, inner)
+        if block.dropout:
+            self._declare_dropout(f"{body}.drop", block.dropout, between)
+            self._declare_dropout(f"{name}.drop", block.dropout, stream)
+        if block.beta:
+            self._vectors(f"{body}.act", block.beta, between, inner)
+        if after != stream:
+            self._linear(f"{body}.down", block.down, between, after, block.down.local)
+        else:
+            self._linear(f"{body}.down", block.down, between, stream, local)
+        if block.mix and block.residual:
+            of_stream = stream in ("whole", "tokens") and (stream == "whole" or model.embed)
+            self._vectors(f"{name}.mix", block.mix if of_stream else "declared", stream, local)
 
-    def _attention(self, name: str, block: Attention, layout: str) -> None:
-        model, columns, plan = self.model, self.grid[1], block.plan
-        row_dim = model.row_dim
-        if row_dim or block.heads % columns or block.kv_heads % columns:
+    def _vectors(self, name: str, style: str, layout: str, local: bool) -> None:
+        """Adds a style for a module of scalars and vectors, as the user has written it."""
+        model, row_dim = self.model, self.model.row_dim
+        if style == "local" and (row_dim or self.only_stock or not local):
+            style = "declared"
+        if style == "local" and layout not in ("whole", "features"):
+            style = "declared"
+        if style == "unnamed" and not self.names_all:
+            return
+        if style == "local":
+            self.entries[name] = Local2D(input_layouts=pair(layout, model))
+        else:
+            self.entries[name] = torch_tp2d.Replicate(
+                input_layouts=pair(layout, model), row_dim=row_dim
+            )
+
+    def _declare_dropout(self, name: str, style: str, layout: str) -> None:
+        if style == "declared" or self.names_all or layout in ("hidden", "flat"):
+            self.entries[name] = Dropout2D(
+                input_layouts=pair(layout, self.model), row_dim=self.model.row_dim
+            )
+
+    def _around(
+        self, name: str, prepare: bool, layout: str, after: str, local: bool | None = None
+    ) -> str:
+        """Adds hooks that prepare a module's input, its output, or both; the layout inside."""
+        model, row_dim = self.model, self.model.row_dim
+        prepare = prepare and layout in _SIMPLE
+        inputs: dict[str, Any] = dict(
+            input_layouts=(on_line(layout, row_dim)[1],), desired_input_layouts=(Replicate(),)
+        )
+        outputs: dict[str, Any] = dict(
+            output_layouts=(on_line(after, row_dim)[1],),
+            desired_output_layouts=(on_line(model.stream, row_dim)[1],),
+        )
+        stock: Any = None
+        if prepare and after != model.stream:
+            stock = PrepareModuleInputOutput(
+                **inputs, use_local_input=True, **outputs, use_local_output=model.local
+            )
+        elif prepare:
+            stock = PrepareModuleInput(**inputs)
+        elif after != model.stream:
+            stock = PrepareModuleOutput(**outputs, use_local_output=model.local)
+        if stock is not None:
+            self.entries[name] = self._lifted(stock)
+        return "whole" if prepare else layout
+
+    def _attention(self, name: str, block: Attention, layout: str, local: bool) -> None:
+        model, columns, plan = self.model, self.columns, block.plan
+        row_dim, fused = model.row_dim, is_fused(block)
+        if fused or self.only_stock or (block.cross and local):
+            # Attention2D takes a second local stream for a mask, which is whole.
+            divides = not (block.heads % columns or block.kv_heads % columns or row_dim)
+            plan = "local" if divides and (fused or plan == "attention2d") else plan
+            plan = plan if divides and plan != "attention2d" else "whole"
+        elif row_dim or block.heads % columns or block.kv_heads % columns:
             plan = "attention2d"
         elif plan == "dtensor" and block.kv_heads == 1:
             # A view of split features as one head and its features leaves these split.
             plan = "attention2d"
+        seen = model.stream if block.cross else None
         over_queries: Placement = Shard(2)
         over_keys: Placement = Shard(2)
         if plan == "attention2d":
             self.entries[name] = Attention2D(
                 row_dim=row_dim,
                 algorithm=block.algorithm if row_dim else "auto",
-                input_layouts=pair(layout, row_dim),
+                input_layouts=pair(layout, model),
             )
             q, kv, o = attention_projections(
                 block.heads,
                 block.kv_heads,
                 columns,
                 row_dim=row_dim,
-                output_layouts=pair(model.stream, row_dim),
+                output_layouts=pair(model.stream, model),
                 use_local_output=model.local,
                 algorithm=self._algorithm(block.up.algorithm),
             )
@@ -338,31 +594,53 @@ class Plan:
             elif block.kv_heads % columns:
                 over_keys = Replicate()
         else:
-            layout = self._prepare(name, block, layout)
+            if not block.cross:
+                layout = self._around(name, block.prepare, layout, model.stream)
+            elif block.prepare and layout in _SIMPLE and model.stream in _SIMPLE:
+                have = tuple(on_line(where, row_dim)[1] for where in (layout, model.stream))
+                self.entries[name] = self._lifted(
+                    PrepareModuleInput(
+                        input_layouts=have, desired_input_layouts=(Replicate(), Replicate())
+                    )
+                )
+                layout = seen = "whole"
             between = "whole" if plan == "whole" else "features"
             if plan == "whole":
                 over_queries = over_keys = Replicate()
             up = block.up
             if up.style in ("replicate", "local") and (plan != "whole" or layout != "whole"):
                 up = replace(up, style="colwise")
-            for part in "qkv":
-                self._linear(f"{name}.{part}", up, layout, between, plan != "dtensor")
+            if fused:
+                parts = 3 if plan == "local" else 1
+                self._linear(f"{name}.qkv", up, layout, between, True, parts=parts)
+            for part in "" if fused else "qkv":
+                given = layout if seen is None or part == "q" else seen
+                self._linear(f"{name}.{part}", up, given, between, plan != "dtensor")
             self._linear(f"{name}.o", block.down, between, model.stream, model.local)
-        if block.qk_norm == "declared":
+        if block.qk_norm == "declared" or (block.qk_norm and self.names_all):
             for part, over in (("q", over_queries), ("k", over_keys)):
+                heads: Any = Shard(row_dim), over
+                heads = {"tp_row": heads[::-1], "both": (over, over)}.get(model.axes, heads)
                 self.entries[f"{name}.{part}_norm"] = torch_tp2d.Replicate(
-                    input_layouts=(Shard(row_dim), over), row_dim=row_dim
+                    input_layouts=heads, row_dim=row_dim
                 )
 
     def _algorithm(self, algorithm: str) -> str:
         oblong = self.grid[0] != self.grid[1]
         return "summa" if algorithm in ("bmr", "cannon") and oblong else algorithm
 
-    def _linear(self, name: str, how: How, layout: str, out: str, local: bool) -> tuple[str, bool]:
+    def _linear(
+        self, name: str, how: How, layout: str, out: str, local: bool, parts: int = 1
+    ) -> tuple[str, bool]:
         """Adds a Linear's style; the layout that it hands on, and whether as local tensors."""
-        row_dim, style = self.model.row_dim, how.style
-        given, wanted = pair(layout, row_dim), pair(out, row_dim)
+        model, row_dim, style = self.model, self.model.row_dim, how.style
+        given, wanted = pair(layout, model), pair(out, model)
         simple = layout in _SIMPLE and out in _SIMPLE
+        if parts > 1:
+            style, local = "colwise", True
+        if self.only_stock:
+            style = "stock_rowwise" if style.endswith("rowwise") else "stock_colwise"
+            out, simple = (out if simple else "whole"), True
         if style == "replicate" and layout == out and layout in ("whole", "tokens"):
             self.entries[name] = torch_tp2d.Replicate(
                 input_layouts=given, use_local_output=local, row_dim=row_dim
@@ -373,8 +651,9 @@ class Plan:
             return out, local
         if style.startswith("stock") and simple:
             kind: Any = ColwiseParallel if style == "stock_colwise" else RowwiseParallel
-            stock = kind(input_layouts=given[1], output_layouts=wanted[1], use_local_output=local)
-            self.entries[name] = Lifted(stock, row_dim=1) if row_dim else stock
+            have, want = (on_line(where, row_dim)[1] for where in (layout, out))
+            stock = kind(input_layouts=have, output_layouts=want, use_local_output=local)
+            self.entries[name] = self._lifted(stock)
             return out, local
         kind = {"rowwise": Rowwise2D, "stock_rowwise": Rowwise2D, "block": Block2DParallel}.get(
             style, Colwise2D
@@ -392,6 +671,9 @@ class Plan:
             dataflow=dataflow,
             algorithm=algorithm,
             reshard_after_forward=how.reshard,
-            regather_input=how.regather and kind is Colwise2D and algorithm in ("auto", "ring"),
+            regather_input=(
+                how.regather and kind is Colwise2D and algorithm in ("auto", "pipelined")
+            ),
+            parts=parts,
         )
         return out, local

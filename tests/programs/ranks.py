@@ -32,6 +32,11 @@ world.preload("programs.use")
 REFUSED: tuple[str, ...] = (
     # A module without a declared layout, where heads or features may be split: to be asked for.
     "the plan does not tell its layout",
+    "has fewer than .* which DTensor's own operations do not keep apart",
+    "which FSDP2 does not take",
+    # Dropout likewise.
+    "do not tell its layout: name the nn.Dropout",
+    "as wide as another's whole output: name the nn.Dropout",
 )
 """What of a program's errors says that it has no business to run, as patterns."""
 
@@ -204,7 +209,7 @@ class Worlds:
 
     def play(self, program: Program, fresh: bool = False) -> Outcome:
         """Run a program; in processes that ran no other before, if ``fresh``."""
-        size = program.grid[0] * program.grid[1]
+        size = program.grid[0] * program.grid[1] * (program.dp if program.fsdp else 1)
         if fresh:
             self.close(size)
         if size not in self.open:

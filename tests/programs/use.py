@@ -12,33 +12,41 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torch_tp2d
 from torch_tp2d import planner
 
 from .data import Attention, Model, Op, Program
-from .models import LONGEST, Net, Plan, Stop, build, pair
+from .models import LONGEST, Net, Plan, Stop, build, drop_as_one_device, pair, settled
 
 __all__ = ["play"]
 
 TOLERANCE = 1e-10
 """Of the largest element, and absolute for what is zero but for rounding."""
 
+_IN_FSDP = {"inference": "no_grad", "raise": "train", "chain": "train"}
+"""What FSDP2's hooks do not take, and what is done instead."""
+
 _RATES = planner.Rates(row=1e6, col=1e6, flops=1e10)
 
-_meshes: dict[tuple[int, int, bool], DeviceMesh] = {}
+_meshes: dict[tuple[int, int, int, bool], DeviceMesh] = {}
 
 
-def mesh_of(grid: tuple[int, int], embeds: bool) -> DeviceMesh:
+def mesh_of(grid: tuple[int, int], dp: int, embeds: bool) -> DeviceMesh:
     """One mesh for each grid as long as the process lives, as DTensor caches meshes by value.
 
     Models without an embedding have one of their own: the sizes of the tokens under way are a
     mesh's, and an earlier model's are not theirs.
     """
-    key = (*grid, embeds)
+    key = (dp, *grid, embeds)
     if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", grid, mesh_dim_names=("tp_row", "tp_col"))
+        names = ("dp", "tp_row", "tp_col")
+        if dp:
+            _meshes[key] = init_device_mesh("cpu", (dp, *grid), mesh_dim_names=names)
+        else:
+            _meshes[key] = init_device_mesh("cpu", grid, mesh_dim_names=names[1:])
     return _meshes[key]
 
 
@@ -64,13 +72,34 @@ def play(program: Program) -> list[str]:
 class _Side:
     """One model of a program, on one device and on the grid."""
 
-    def __init__(self, model: Model, grid: tuple[int, int], mesh: DeviceMesh, seed: int) -> None:
-        self.model, self.plan = model, Plan(model, grid)
-        self.alone, self.net = build(model, seed), build(model, seed)
-        torch_tp2d.parallelize_module(self.net, mesh, self.plan.entries)
+    def __init__(
+        self, model: Model, grid: tuple[int, int], mesh: DeviceMesh, seed: int, fsdp: str
+    ) -> None:
+        self.model, self.plan, self.fsdp = model, Plan(model, grid), bool(fsdp)
+        self.alone, self.net = (build(model, seed, not fsdp) for _ in range(2))
+        drop_as_one_device(self.alone)
+        self._parallelize(mesh["tp_row", "tp_col"])
+        if fsdp:
+            for module in (*self.net.blocks, self.net):
+                fully_shard(module, mesh=mesh["dp"], reshard_after_forward=fsdp == "reshard")
         self.saved: Any = None
         self.hooked = False
         self.inputs: tuple[Tensor, Tensor, tuple[int, int]] | None = None
+
+    def _parallelize(self, mesh: DeviceMesh) -> None:
+        entries, how = self.plan.entries, self.model.apply
+        if how == "torch":
+            parallel.parallelize_module(self.net, mesh, entries)
+            return
+        if how == "blocks":
+            for index, block in enumerate(self.net.blocks):
+                prefix = f"blocks.{index}."
+                own = {
+                    n.removeprefix(prefix): s for n, s in entries.items() if n.startswith(prefix)
+                }
+                torch_tp2d.parallelize_module(block, mesh, own)
+            entries = {n: s for n, s in entries.items() if not n.startswith("blocks.")}
+        torch_tp2d.parallelize_module(self.net, mesh, entries)
 
     def params(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
         return [
@@ -96,11 +125,13 @@ class _Player:
     def __init__(self, program: Program) -> None:
         self.wrong: list[str] = []
         self.now = "plan"
-        models = program.models
+        self.fsdp = bool(program.fsdp)
+        models = [settled(model, self.fsdp) for model in program.models]
         embeds = any(model.embed is not None for model in models)
-        self.mesh = mesh_of(program.grid, embeds)
+        whole = mesh_of(program.grid, program.dp if program.fsdp else 0, embeds)
+        self.mesh = whole["tp_row", "tp_col"]
         self.sides = [
-            _Side(model, program.grid, self.mesh, seed=10 + index)
+            _Side(model, program.grid, whole, seed=10 + index, fsdp=program.fsdp)
             for index, model in enumerate(models)
             if model.blocks or model.head or model.embed
         ]
@@ -136,6 +167,9 @@ class _Player:
             if not isinstance(ours, DTensor):
                 self.wrong.append(f"{self.now}: {what} is a {type(ours).__name__}")
                 return
+            if ours.device_mesh.ndim == 3:
+                self._compare(what, ours.full_tensor(), wanted)
+                return
             if placements is not None and tuple(ours.placements) != tuple(placements):
                 self.wrong.append(f"{self.now}: {what} is placed {ours.placements}")
             if any(p.is_partial() for p in ours.placements):
@@ -146,7 +180,7 @@ class _Player:
     def _compare_local(self, what: str, ours: Tensor, wanted: Tensor, placements: Any) -> bool:
         """Compare a local tensor; False where it only stands in for tokens that are not there."""
         part = self._part(wanted, placements)
-        if not part.numel() and ours.numel():
+        if not part.numel() and ours.shape != part.shape:
             return False
         self._compare(what, ours, part)
         return ours.shape == part.shape
@@ -165,7 +199,7 @@ class _Player:
         if isinstance(ours, DTensor) or ours is None or alone is None:
             self._compare_dtensor(what, ours, alone)
         else:
-            layout = pair(side.model.stream, side.model.row_dim, alone.ndim - 1)
+            layout = pair(side.model.stream, side.model, alone.ndim - 1)
             self._compare_local(what, ours, alone, layout)
 
     # Inputs.
@@ -222,7 +256,7 @@ class _Player:
     def _placed(self, side: _Side, values: Tensor) -> Tensor:
         if side.model.embed is not None:
             return values.clone()
-        layout = pair(side.model.stream, side.model.row_dim, values.ndim - 1)
+        layout = pair(side.model.stream, side.model, values.ndim - 1)
         if side.model.local:
             return self._part(values, layout).clone()
         return distribute_tensor(values, self.mesh, layout, src_data_rank=None).clone()
@@ -241,6 +275,9 @@ class _Player:
             op = _with(op, twice=(), mode=op.mode if op.mode in ("no_grad", "raise") else "train")
         alone, ours = self._input(sides[0], op)
         inputs = alone, ours
+        if self.fsdp:
+            # What FSDP2 says it does not take, or takes otherwise.
+            op = _with(op, twice=(), skip=(), mode=_IN_FSDP.get(op.mode, op.mode))
         if op.mode == "inference" and any(_on_dtensors(side.model) for side in sides):
             # torch works out its own rule for attention there, for longer than a hang may take.
             op = _with(op, mode="no_grad")
@@ -249,7 +286,11 @@ class _Player:
         )
         with grads():
             for side in sides:
+                # Dropout of both draws from torch's generator.
+                self.draws += 1
+                torch.manual_seed(self.draws)
                 alone, raised = _call(side.alone, op, alone)
+                torch.manual_seed(self.draws)
                 ours, raised_too = _call(side.net, op, ours)
                 if raised != raised_too:
                     self.wrong.append(f"{self.now}: raised {raised}, on the grid {raised_too}")
@@ -262,6 +303,9 @@ class _Player:
                 self.wrong.append(f"{self.now}: requires_grad is {losses[1].requires_grad}")
             elif losses[0].requires_grad:
                 self.pending.append(_Pending(sides, *losses, inputs))
+                if self.fsdp:
+                    # It takes one forward to end with its backward before the next begins.
+                    self.backward(Op("backward", last=True))
 
     def _fit(self) -> bool:
         """Whether the second model takes what the first one hands on."""
@@ -302,7 +346,7 @@ class _Player:
                 return (alone * weights).sum(), (whole * weights).sum()
             ours = ours.to_local()
         else:
-            layout = pair(side.plan.out, side.model.row_dim, alone.ndim - 1)
+            layout = pair(side.plan.out, side.model, alone.ndim - 1)
         mine = self._part(weights, layout)
         if not self._compare_local("output", ours, alone, layout):
             mine = torch.zeros_like(ours)
@@ -315,6 +359,14 @@ class _Player:
         pending = self._pick(op)
         if pending is None:
             return
+        if op.how == "sum":
+            sum(p.alone for p in self.pending).backward()
+            sum(p.ours for p in self.pending).backward()
+            self.pending = []
+            self._compare_grads(pending)
+            return
+        if self.fsdp:
+            op = _with(op, retain=False)
         for loss in (pending.alone, pending.ours):
             loss.backward(retain_graph=op.retain)
         if not op.retain:
@@ -323,7 +375,7 @@ class _Player:
 
     def grad(self, op: Op) -> None:
         pending = self._pick(op)
-        if pending is None:
+        if pending is None or self.fsdp:
             return
         params = [
             (name, alone, ours)
@@ -385,6 +437,8 @@ class _Player:
             module.zero_grad(set_to_none=op.how != "zeros")
 
     def freeze(self, op: Op) -> None:
+        if self.fsdp and op.index >= 0:
+            return
         for _, *params in self._side(op).chosen(op.index):
             for param in params:
                 param.requires_grad_(op.what == "thaw")
@@ -393,6 +447,8 @@ class _Player:
 
     def swap(self, op: Op) -> None:
         side = self._side(op)
+        if self.fsdp:
+            return
         for _, alone, ours in side.chosen(op.index):
             for module, param in ((side.alone, alone), (side.net, ours)):
                 owners = [
@@ -412,9 +468,24 @@ class _Player:
             for param in params:
                 _change(param, op.how)
 
+    def exchange(self, op: Op) -> None:
+        side = self._side(op)
+        for module in (side.alone, side.net):
+            if len(module.blocks) > 1:
+                first, last = module.blocks[0], module.blocks[-1]
+                module.blocks[0], module.blocks[-1] = last, first
+
+    def log(self, op: Op) -> None:
+        side = self._side(op)
+        for module in (side.alone, side.net):
+            for block in (*module.blocks, module)[op.index % 3 :]:
+                block.register_forward_pre_hook(lambda *args: None)
+                block.register_forward_hook(lambda *args: None)
+                block.register_full_backward_hook(lambda *args: None)
+
     def hook(self, op: Op) -> None:
         side = self._side(op)
-        if not side.model.blocks:
+        if not side.model.blocks or self.fsdp:
             return
         side.hooked = True
         for module in (side.alone, side.net):
@@ -428,6 +499,8 @@ class _Player:
 
     def deepcopy(self, op: Op) -> None:
         side = self._side(op)
+        if self.fsdp:
+            return
         side.alone, side.net = copy.deepcopy(side.alone), copy.deepcopy(side.net)
         for module in (side.alone, side.net):
             # A copy of a DTensor takes the gradient along, that of a plain parameter does not.

@@ -46,21 +46,52 @@ class AttentionRunner(Runner):
             setattr(module, name, value)
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = self.grid.context
+        known = context.tokens
+        try:
+            return self._run(module, forward, *args, **kwargs)
+        finally:
+            if known is None:
+                # No embedding writes sizes anew: these hold in this module, not in the next pass.
+                context.tokens = None
+
+    def _run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens = Tokens(self, module, _hidden_states(module, args, kwargs))
         names = (*self.names, *(f"argument {n}" for n in range(len(self.names), len(args))))
         args = tuple(tokens.enter(value, name) for value, name in zip(args, names, strict=False))
         kwargs = {name: tokens.enter(value, name) for name, value in kwargs.items()}
         self._check_keys(module)
         call = Call(self, module, tokens)
-        with Intercept(call.drop, call):
-            result = forward(*args, **kwargs)
-        why = "" if call.happened else self._cannot_do_without(module)
+        cause = None
+        try:
+            with Intercept(call.drop, call):
+                result = forward(*args, **kwargs)
+        except RuntimeError as error:
+            # Its own products may be of heads that do not fit each other.
+            if call.happened or not self.why_not_eager():
+                raise
+            cause = error
+        why = "" if call.happened else self.why_not_eager()
         if why:
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} did not call "
                 f"scaled_dot_product_attention, but {why}"
-            )
+            ) from cause
         return result
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse a Hugging Face module that is set to compute its attention itself.
+
+        Raises:
+            ValueError: if that would be wrong.
+        """
+        how = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        why = "" if how in (None, "sdpa") else self.why_not_eager()
+        if why:
+            raise ValueError(
+                f"{describe_module(module)} computes its attention by {how!r} and not by "
+                f"scaled_dot_product_attention, but {why}"
+            )
 
     def _check_keys(self, module: nn.Module) -> None:
         """That the keys of other rows come from somewhere."""
@@ -76,7 +107,7 @@ class AttentionRunner(Runner):
                 f'attention_projections(whole_keys=True), or use algorithm="ring"'
             )
 
-    def _cannot_do_without(self, module: nn.Module) -> str:
+    def why_not_eager(self) -> str:
         """Why attention on what the projections give is wrong as it stands, if it is."""
         row, col, heads = self.grid.row, self.grid.col, self.heads
         mend = 'have it do so (Hugging Face: attn_implementation="sdpa")'

@@ -12,14 +12,12 @@ from ..comm import Axis
 from ..grid import Grid
 from ..layouts import as_layout, check_row_dim, row_layout
 from ..ops.attention import Heads, check_groups
-from ..recognise import describe_module
+from ..recognise import HEADS, KEY_HEADS, describe_module, head_counts
 from .blocks import ACROSS
 from .runner import AttentionRunner
 
 __all__ = ["Attention2D"]
 
-_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _GROUPS = ("num_key_value_groups", "n_rep")
 _WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim")
 
@@ -36,6 +34,9 @@ class Attention2D(GridStyle):
       gathered along ``tp_col``, once for all the projections.
     * Plain tensors (masks, rotary tables, position ids) are taken to be whole, as made from
       global shapes, and are cut to this row's tokens and this column's heads (``whole_inputs``).
+    * A ``BlockMask`` of ``flex_attention`` is cut likewise, and its function asked about indices of
+      the whole. A ``score_mod`` is not: it sees this row's batch and this column's heads, both
+      numbered from 0.
     * Integer attributes that count heads are divided by the size of ``tp_col``.
     * While the module runs, ``scaled_dot_product_attention`` is computed across the grid. Key and
       value heads that do not divide over ``tp_col``, and query heads that do not, are whole in the
@@ -127,8 +128,9 @@ class Attention2D(GridStyle):
 
     def heads(self, module: nn.Module, axis: Axis) -> Heads | None:
         """The heads of a module that is not divided yet; None if it does not say."""
-        query = _count(module, _HEADS) if self.num_heads is None else self.num_heads
-        key = _count(module, _KEY_HEADS) if self.num_kv_heads is None else self.num_kv_heads
+        query, key = head_counts(module)
+        query = query if self.num_heads is None else self.num_heads
+        key = key if self.num_kv_heads is None else self.num_kv_heads
         return None if query is None else Heads(query, query if key is None else key, axis)
 
     def local_values(self, module: nn.Module, axis: Axis) -> dict[str, int]:
@@ -150,9 +152,9 @@ class Attention2D(GridStyle):
         heads = self.heads(module, axis)
         if heads is not None and heads.whole_query:
             return {}
-        names: tuple[str, ...] = _HEADS + _WIDTHS
+        names: tuple[str, ...] = HEADS + _WIDTHS
         if heads is not None and not heads.whole_key:
-            names += _KEY_HEADS
+            names += KEY_HEADS
         elif heads is not None and heads.key == 1:
             names += _GROUPS
         values = {name: getattr(module, name, None) for name in names}
@@ -177,6 +179,7 @@ class Attention2D(GridStyle):
                 f'algorithm="two_phase" has to know: give num_heads'
             )
         self.check_positions(module, grid)
+        AttentionRunner(self, module, grid).check(module)
 
     def check_positions(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that would take this row's tokens for all there are.
@@ -198,13 +201,3 @@ class Attention2D(GridStyle):
             f"{type(self).__name__}(row_dim={self.row_dim}, algorithm={self.algorithm!r}, "
             f"balanced={self.balanced})"
         )
-
-
-def _count(module: nn.Module, names: Iterable[str]) -> int | None:
-    """The first of the attributes that the module, or its config, has as a number."""
-    for owner in (module, getattr(module, "config", None)):
-        for name in names:
-            value = getattr(owner, name, None)
-            if type(value) is int and value > 0:
-                return value
-    return None

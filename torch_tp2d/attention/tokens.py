@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..edges import gather_for_module
 from ..grid import describe_mesh
 from ..layouts import Layout, normalize
 from ..recognise import describe_module
+from .flex import Share, own_blocks
 
 if TYPE_CHECKING:
     from .runner import AttentionRunner
@@ -57,6 +59,8 @@ class Tokens:
         """An argument as the module is to see it."""
         if isinstance(value, tuple | list):
             return type(value)(self.enter(item, name) for item in value)
+        if isinstance(value, BlockMask):
+            return self._own_blocks(value, name)
         if not isinstance(value, Tensor):
             return value
         if value is self.hidden:
@@ -117,6 +121,34 @@ class Tokens:
                     start, count = 0, 1
                 x = x.narrow(placement.dim, start, count)
         return x
+
+    def _own_blocks(self, mask: BlockMask, name: str) -> BlockMask:
+        """This row's and column's part of a mask of ``flex_attention``."""
+        row, heads = self.grid.row, self.runner.heads
+        where = f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name}"
+        if self.row_dim == 1 and row.size > 1:
+            raise ValueError(
+                f"{where} is a BlockMask of shape {mask.shape}, but {row.name} splits the "
+                f"sequence, over which flex_attention does not reach: use row_dim=0, or "
+                f"scaled_dot_product_attention with a mask"
+            )
+        whole = self.extent(0)
+        sizes = row.split(whole)
+        # A row without samples computes one that stands in for none.
+        batch = Share(sum(sizes[: row.index]), sizes[row.index], whole)
+        if not batch.size:
+            batch = Share(0, 1, whole)
+        if heads is None or heads.whole_query:
+            count = mask.shape[1] if heads is None else heads.query
+            own_heads = Share(0, count, count)
+        else:
+            own_heads = Share(heads.first, heads.given, heads.query)
+        try:
+            return own_blocks(mask, batch, own_heads)
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: {error}: make it for the whole batch and all heads"
+            ) from None
 
     def _part(
         self, x: Tensor, name: str, dims: Sequence[str | None], what: str

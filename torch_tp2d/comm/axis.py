@@ -45,10 +45,10 @@ FAST = 50e6
 """From how many bytes a second a link is fast: 400 Mbit/s."""
 
 ROUND_SECONDS = 0.3e-3
-"""What one round of the ring algorithm costs a rank beside its product, on gloo."""
+"""What one round of the pipelined algorithm costs a rank beside its product, on gloo."""
 
 ROUNDS = 4
-"""The most rounds of the ring algorithm where nothing is cut for the wire's sake.
+"""The most rounds of the pipelined algorithm where nothing is cut for the wire's sake.
 
 More hide more of the transfer, and make the products smaller than a GPU likes; not measured yet.
 """

@@ -36,6 +36,14 @@ __all__ = [
 
 _c10d = torch.ops._c10d_functional
 
+Started = Sequence[partial[Tensor]]
+
+watch: Callable[[Started], Callable[[], AbstractContextManager[Any]]] | None = None
+"""In debug mode, is given what a transfer is about to start, and gives a context for it to run in.
+
+Set by :mod:`torch_tp2d.debug`.
+"""
+
 
 class Pending:
     """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps.
@@ -44,12 +52,12 @@ class Pending:
     argument.
     """
 
-    __slots__ = ("_below_autograd", "_finish", "_pieces", "_value", "_wires")
+    __slots__ = ("_below_autograd", "_finish", "_pieces", "_value", "_watched", "_wires")
 
     def __init__(
         self,
         value: Tensor | None,
-        pieces: Sequence[partial[Tensor]] = (),
+        pieces: Started = (),
         finish: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
         self._value = value
@@ -60,9 +68,12 @@ class Pending:
             # For the ops of a transfer, which nobody differentiates (`move` does). Their autograd
             # kernels are Python since torch 2.13, and take longer than the ops themselves.
             self._below_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
+            self._watched: Callable[[], AbstractContextManager[Any]] = nullcontext
             if not torch.compiler.is_compiling():
                 self._below_autograd = torch._C._AutoDispatchBelowAutograd
-            with self._below_autograd():
+                if watch is not None:
+                    self._watched = watch(pieces)
+            with self._below_autograd(), self._watched():
                 self._wires = [start() for start in pieces]
 
     def wait(self, *, if_used: bool = False) -> Tensor:
@@ -77,7 +88,7 @@ class Pending:
         if not self._pieces:
             return self._finish([])
         if not if_used:
-            with self._below_autograd():
+            with self._below_autograd(), self._watched():
                 wires = [_c10d.wait_tensor.default(wire) for wire in self._wires]
             return self._finish(wires)
         sent = [piece.args[0] for piece in self._pieces]

@@ -16,16 +16,16 @@ ADVANTAGE = 0.9
 
 
 def choose_algorithm(is_gloo: bool, rates: Rates | None) -> str:
-    """``ring`` where transfers take longer than what cutting them in rounds costs.
+    """``pipelined`` where transfers take longer than what cutting them in rounds costs.
 
     Off gloo ``collective``: rounds have not been measured there.
     """
     if not is_gloo:
         return "collective"
     if rates is None:
-        return "ring"
+        return "pipelined"
     slowest = min(rates.row, rates.col)
-    return "ring" if slowest * ROUND_SECONDS < FAST_PIECE_BYTES else "collective"
+    return "pipelined" if slowest * ROUND_SECONDS < FAST_PIECE_BYTES else "collective"
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def linear_seconds(
 ) -> float:
     """An estimate for a Linear: its products and its transfers, one after the other.
 
-    What ``ring`` hides is left out: where tokens are so few that the dataflow is in question, its
-    transfers are too small to be cut (measured at 200 Mbit/s, up to tokens = 2 hidden).
+    What ``pipelined`` hides is left out: where tokens are so few that the dataflow is in question,
+    its transfers are too small to be cut (measured at 200 Mbit/s, up to tokens = 2 hidden).
 
     Args:
         tokens: batch times sequence, of the whole grid.

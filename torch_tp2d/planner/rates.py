@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Axis, all_gather, all_reduce, link_is
 
-__all__ = ["Rates", "assume", "measured"]
+__all__ = ["Rates", "assume", "assumed", "measured"]
 
 PROBE_BYTES = 512 * 1024
 """What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
@@ -44,13 +44,18 @@ def assume(rates: Rates | None) -> None:
     rank, before :func:`~torch_tp2d.parallelize_module`.
 
     Args:
-        rates: None is "not known": each style's own dataflow, and ``ring`` on gloo.
+        rates: None is "not known": each style's own dataflow, and ``pipelined`` on gloo.
 
     Example::
 
         >>> torch_tp2d.planner.assume(Rates(row=25e6, col=25e6, flops=2e10))
     """
     _assumed[:] = [rates]
+
+
+def assumed() -> str:
+    """What was assumed, for messages."""
+    return repr(_assumed[0]) if _assumed else "not called"
 
 
 def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:

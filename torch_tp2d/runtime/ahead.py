@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..comm import Pending
-from .context import Context, in_backward, selective_region
+from .context import Context, in_backward, selective_region, versions
 from .late import Backward
 
 __all__ = ["AHEAD", "GATHERED_AHEAD", "Forward", "Pass", "Ready", "Regather", "take_up"]
@@ -92,7 +92,8 @@ class _Seen:
     def __init__(self, module: nn.Module) -> None:
         found = (getattr(module, name, None) for name in ("weight", "bias"))
         self.params: list[Any] = [param for param in found if param is not None]
-        self.state = torch.is_grad_enabled(), _autocast(self.params), *map(_version, self.params)
+        changes = [(param.requires_grad, *versions(param)) for param in self.params]
+        self.state = torch.is_grad_enabled(), _autocast(self.params), changes
 
     def still_holds(self, now: _Seen) -> bool:
         return (
@@ -100,13 +101,6 @@ class _Seen:
             and len(self.params) == len(now.params)
             and all(a is b for a, b in zip(self.params, now.params, strict=True))
         )
-
-
-def _version(param: Any) -> tuple[Any, ...]:
-    # Of a DTensor some changes count as the shard's alone; in inference mode there are no versions.
-    inside = getattr(param, "_local_tensor", param)
-    versions = (None if t.is_inference() else t._version for t in (param, inside))
-    return param.requires_grad, *versions
 
 
 def _autocast(params: Sequence[Tensor]) -> torch.dtype | None:

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from .ahead import Pass
     from .late import Backward
 
-__all__ = ["Context", "Sizes", "context_of", "in_backward", "selective_region"]
+__all__ = [
+    "Context",
+    "Sizes",
+    "Watched",
+    "context_of",
+    "in_backward",
+    "selective_region",
+    "versions",
+]
 
 Sizes = tuple[int, ...]
 
@@ -96,11 +104,34 @@ class Kept:
         self._entries.clear()
 
 
+def versions(x: Any) -> tuple[int | None, ...]:
+    """What counts the changes of a tensor that torch sees.
+
+    Of a DTensor some count as the shard's alone. What was made in inference mode has no version.
+    """
+    inside = getattr(x, "_local_tensor", x)
+    return tuple(None if t.is_inference() else t._version for t in (x, inside))
+
+
+class Watched:
+    """A parameter that backward needs as it was in forward."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param, self.versions = param, versions(param)
+
+    def check(self) -> None:
+        """Raises a RuntimeError, as torch does, if the parameter was changed since."""
+        if versions(self.param) != self.versions:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.param.shape)} needed for gradient computation "
+                f"has been modified by an inplace operation since the forward: run backward before "
+                f"the optimizer's step, or forward again after it"
+            )
+
+
 def _state(x: Any) -> tuple[Any, ...]:
     """What changes if a tensor is changed in a way that torch can see."""
-    inside = getattr(x, "_local_tensor", x)
-    versions = [None if t.is_inference() else t._version for t in (x, inside)]
-    return x.requires_grad, torch.is_grad_enabled(), selective_region(), *versions
+    return x.requires_grad, torch.is_grad_enabled(), selective_region(), *versions(x)
 
 
 _contexts = WeakIdKeyDictionary()

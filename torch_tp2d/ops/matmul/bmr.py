@@ -18,6 +18,9 @@ from torch import Tensor
 
 from ...comm import Pending, broadcast, reduce, shift
 from .cut import Cut
+from .products import backward, forward
+
+__all__ = ["SQUARE", "WHOLE", "ab", "abt", "atb", "backward", "forward", "prefetch"]
 
 WHOLE = False
 SQUARE = True

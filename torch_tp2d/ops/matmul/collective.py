@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ...comm import Pending, all_gather, all_reduce, reduce_scatter
 from .cut import Cut
+from .products import backward, forward
+
+__all__ = ["SQUARE", "WHOLE", "ab", "abt", "atb", "backward", "forward", "prefetch"]
 
 WHOLE = True
 SQUARE = False

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from ...comm import Axis, Pending
+
+if TYPE_CHECKING:
+    from .call import Call, Forward, Gradients, Needs
 
 __all__ = ["Algorithm", "Cut"]
 
@@ -38,7 +41,10 @@ class Cut:
 
 
 class Algorithm(Protocol):
-    """The three products that forward and backward are made of, each on local blocks.
+    """How a Linear is computed: ``forward`` and ``backward``, one autograd node.
+
+    Most are made of a weight's way (``prefetch``) and three products on local blocks
+    (:mod:`torch_tp2d.ops.matmul.products`):
 
     ==========  ================  ==========================  ==========================
     product     what it computes  operands of rank (i, j)     result of rank (i, j)
@@ -55,6 +61,16 @@ class Algorithm(Protocol):
 
     WHOLE: bool
     SQUARE: bool
+
+    @staticmethod
+    def forward(
+        call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Forward: ...
+
+    @staticmethod
+    def backward(
+        call: Call, needs: Needs, state: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+    ) -> Gradients: ...
 
     @staticmethod
     def prefetch(b: Tensor, cut: Cut) -> Pending:

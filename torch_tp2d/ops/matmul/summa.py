@@ -15,6 +15,9 @@ from torch import Tensor
 
 from ...comm import Axis, Pending, broadcast, reduce
 from .cut import Cut
+from .products import backward, forward
+
+__all__ = ["SQUARE", "WHOLE", "ab", "abt", "atb", "backward", "forward", "prefetch"]
 
 WHOLE = False
 SQUARE = False

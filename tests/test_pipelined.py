@@ -1,4 +1,4 @@
-"""``ring``: the results of ``collective``, and an order of events in which transfers are hidden.
+"""``pipelined``: the results of ``collective``, in an order of events that hides transfers.
 
 The order is what the algorithm is for and no result shows it, so it is recorded: what a rank
 sends, waits for and multiplies, one letter each.
@@ -214,7 +214,7 @@ def _regathered() -> tuple[int, int]:
     moved, living = [], 0
     for again in (False, True):
         several = parallelize_module(model(24, 48), mesh, plan(regather_input=again))
-        mine = tokens(2, 4, 24).requires_grad_()
+        mine = tokens(2, 4, 24, mesh.get_rank()).requires_grad_()
         with CommCounter(mesh) as counted:
             alive.clear()
             y = several(mine)
@@ -317,8 +317,11 @@ def _order_of_a_norm() -> str:
         nn.Sequential(nn.LayerNorm(24)).double(), grid_mesh(2, 2), {"0": SequenceParallel()}
     )
     events = _Events(norm[0]._tp2d.grid.row.group)
+    mine = tokens(2, 4, 24, torch.distributed.get_rank())
+    # The first input from outside is compared over the rows.
+    norm(mine)
     with events:
-        norm(tokens(2, 4, 24))
+        norm(mine)
     return events.seen
 
 
@@ -383,7 +386,7 @@ def _order_of_two_layers() -> tuple[str, str]:
             "[37]": Rowwise2D(output_layouts=Shard(1)),
         },
     )
-    mine = tokens(2, 4, 24)
+    mine = tokens(2, 4, 24, mesh.get_rank())
     forward, backward = "", ""
     for _ in range(2):
         events = _Events(several[1]._tp2d.grid.row.group)
@@ -489,6 +492,9 @@ def _two_models() -> list[list[int]]:
     x = tokens(4, 8, 8).chunk(2)[mesh.get_local_rank(0)].chunk(2, 1)[mesh.get_local_rank(1)]
     models = [parallelize_module(model(8, 16), mesh, plan()) for _ in range(2)]
     moved: list[list[int]] = [[], []]
+    for trained in models:
+        # The first input from outside is compared over the rows.
+        trained(x)
     for _ in range(3):
         for trained, passes in zip(models, moved, strict=True):
             with CommCounter(mesh) as counter:

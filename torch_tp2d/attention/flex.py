@@ -1,0 +1,60 @@
+"""The masks of torch's ``flex_attention``: this row's and this column's part of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["Share", "own_blocks"]
+
+
+class Share(NamedTuple):
+    """A rank's part of a dim: ``size`` of ``whole``, from ``first`` on."""
+
+    first: int
+    size: int
+    whole: int
+
+
+def own_blocks(mask: BlockMask, batch: Share, heads: Share) -> BlockMask:
+    """A rank's part of a mask that was made for the whole batch and all heads.
+
+    Args:
+        mask: of shape ``[batch, heads, queries, keys]``, each of the first two whole, or 1 where
+            it is the same for all, or this rank's number already, and then left as it is.
+
+    Raises:
+        ValueError: for any other size.
+    """
+    index, offsets = [], []
+    for name, size, share in zip(("batch", "heads"), mask.shape, (batch, heads), strict=False):
+        if size not in (1, share.whole, share.size):
+            raise ValueError(
+                f"a BlockMask of shape {mask.shape} is for {size} in its {name}, of which there "
+                f"are {share.whole}, and {share.size} on this rank"
+            )
+        cuts = size == share.whole != share.size
+        index.append(slice(share.first, share.first + share.size) if cuts else slice(None))
+        # Where it is the same for all, its function is asked about each all the same.
+        offsets.append(share.first if cuts or size == 1 else 0)
+    if not any(offsets) and index == [slice(None)] * 2:
+        return mask
+    own = copy.copy(mask) if index == [slice(None)] * 2 else mask[index[0], index[1]]
+    own.mask_mod = _shifted(mask.mask_mod, *offsets)
+    return own
+
+
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _shifted(function: _MaskFunction, first: int, head: int) -> _MaskFunction:
+    """A mask's function for indices that begin with 0 on this rank."""
+
+    def shifted(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return function(b + first, h + head, query, key)
+
+    return shifted

@@ -1,0 +1,180 @@
+"""One Linear on a grid as one autograd node: what an algorithm is told, and what it gives back.
+
+An algorithm is a module with two functions, ``forward`` and ``backward``. It owns the transfers of
+the weight, and of activations as far as they overlap with its products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...comm import Axis, Pending
+from ...runtime.context import Context, Watched
+from .cut import Algorithm, Cut
+
+__all__ = [
+    "Call",
+    "Forward",
+    "Gradients",
+    "LinearOp",
+    "Needs",
+    "Shards",
+    "apply",
+    "autocast_dtype",
+    "low_precision",
+]
+
+
+class Shards(NamedTuple):
+    """How a tensor is split over an axis: by ``dim``, into shards ``sizes`` long."""
+
+    dim: int
+    sizes: Sequence[int]
+    axis: Axis
+
+
+@dataclass(frozen=True, eq=False)
+class LinearOp:
+    """How one Linear is computed: which algorithm, on which cut, in which direction.
+
+    Args:
+        gathers_input: ``y = x b`` with ``b = W^T`` (Colwise2D, Block2DParallel); else
+            ``y = x b^T`` with ``b = W`` (Rowwise2D).
+        transposed: the module stores ``W^T`` (Hugging Face's Conv1D).
+        keep_weight: keep the gathered weight for backward instead of gathering it again.
+        regather_input: gather the input again for backward instead of keeping it (``pipelined``).
+    """
+
+    algorithm: Algorithm
+    cut: Cut
+    gathers_input: bool
+    transposed: bool
+    keep_weight: bool
+    regather_input: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return self.cut.q if self.gathers_input else self.cut.p
+
+    @property
+    def bias_columns(self) -> slice | None:
+        """The output features whose bias this rank adds; None: all that it computes."""
+        if self.gathers_input or not self.algorithm.WHOLE:
+            return None
+        sizes = self.cut.p_col
+        start = sum(sizes[: self.cut.col.index])
+        return slice(start, start + sizes[self.cut.col.index])
+
+    def own_bias(self, bias: Tensor | None, features: int) -> Tensor | None:
+        """This rank's bias among the output's ``features``, zeros where others add theirs."""
+        columns = self.bias_columns
+        if bias is None or columns is None:
+            return bias
+        return F.pad(bias, (columns.start, features - columns.stop))
+
+    def as_b(self, weight: Tensor) -> Tensor:
+        """The module's weight as the algorithms' ``b``, and ``b``'s gradient as the weight's."""
+        return weight.t() if self.gathers_input != self.transposed else weight
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One use of a Linear.
+
+    Args:
+        moving: the weight's gather, where it was started before; else the algorithm starts it.
+        shards: how a result that is a partial sum along ``tp_col`` leaves, or how an input is to be
+            gathered there; None leaves that to others.
+        module: the Linear.
+        param: its weight, which backward needs as it is.
+        context: of its mesh.
+    """
+
+    op: LinearOp
+    moving: Pending | None = None
+    shards: Shards | None = None
+    module: Any = None
+    param: Watched | None = None
+    context: Context | None = None
+
+    @property
+    def known_context(self) -> Context:
+        assert self.context is not None
+        return self.context
+
+
+class Needs(NamedTuple):
+    """Of which operands a gradient is wanted."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+class Forward(NamedTuple):
+    """What an algorithm's forward gives: the result first, and what it keeps for backward."""
+
+    outputs: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
+    state: Any = None
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of the input, the weight and the bias."""
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+    ) -> tuple[Tensor, ...]:
+        needs = Needs(*ctx.needs_input_grad[:3])
+        result = call.op.algorithm.forward(call, needs, x, weight, bias)
+        ctx.call, ctx.state = call, result.state
+        ctx.save_for_backward(*result.saved)
+        return result.outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        needs = Needs(*ctx.needs_input_grad[:3])
+        if needs.x and call.param is not None:
+            call.param.check()
+        algorithm = call.op.algorithm
+        return (*algorithm.backward(call, needs, ctx.state, ctx.saved_tensors, grads), None)
+
+
+def apply(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ...]:
+    """A Linear by its algorithm, in the precision of autocast if that is on."""
+    x, weight, bias = low_precision(x, weight, bias)
+    with _no_autocast(weight.device.type):
+        return _Linear.apply(x, weight, bias, call)
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of products under autocast; None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def low_precision(*operands: Tensor | None) -> tuple[Any, ...]:
+    """Operands in the dtype of products: before anything moves, that the wire carries it too."""
+    devices = [x.device.type for x in operands if x is not None]
+    dtype = autocast_dtype(devices[0]) if devices else None
+    if dtype is None:
+        return operands
+    return tuple(None if x is None else x.to(dtype) for x in operands)
+
+
+def _no_autocast(device: str) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

@@ -1,0 +1,95 @@
+"""Inputs that are gathered along an axis, once for all the Linears that take them.
+
+In eager the gather is a node of its own, whose value is still on its way, and whose gradient takes
+products not yet multiplied. In a traced graph, which has plain tensors only, whoever takes the
+input first gathers it (:class:`Shared`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...comm import reduce_scatter
+from ...runtime.context import Context
+from ...runtime.deferred import Gathering, Products, Transfer, undeferred
+from ...runtime.late import backward_of
+from .call import Call, Shards, apply
+from .rounds import abt_leaving
+
+__all__ = ["Shared", "gather"]
+
+
+class _Gather(torch.autograd.Function):
+    """A gathered input whose gradient is a share, to be summed over the axis."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shards: Shards, context: Context, whole: Tensor | None
+    ) -> Tensor:
+        ctx.shards, ctx.context, ctx.again = shards, context, None
+        if isinstance(whole, Tensor) and not isinstance(whole, Gathering):
+            return whole.view_as(whole)
+        transfer = Transfer(x, *shards) if whole is None else whole.transfer
+        ctx.again = transfer.again
+        return Gathering(transfer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if isinstance(grad, Products):
+            leaving = abt_leaving(grad.terms, ctx.shards)
+        else:
+            leaving = reduce_scatter(undeferred(grad), *ctx.shards)
+        if not torch.compiler.is_compiling():
+            backward = backward_of(ctx.context)
+            backward.send_owed()
+            backward.compute_owed()
+            if ctx.again is not None:
+                ctx.again.done()
+        return leaving.wait().contiguous(), None, None, None
+
+
+def gather(x: Tensor, shards: Shards, context: Context, whole: Tensor | None = None) -> Tensor:
+    """``x`` gathered along an axis, still on its way.
+
+    Its gradient is a share of the whole one: it goes back by one reduce-scatter.
+
+    Args:
+        whole: the gathered value, where there is a transfer of it already.
+    """
+    return _Gather.apply(x, shards, context, whole)
+
+
+class Shared:
+    """An input gathered along an axis: whoever takes it first gathers it.
+
+    Args:
+        shard: this rank's, whose gradient is the sum of all shares.
+    """
+
+    def __init__(self, shard: Tensor, shards: Shards, context: Context) -> None:
+        self.shard, self.shards, self.context = shard, shards, context
+        self.whole: Tensor | None = None
+        dim, sizes, _ = shards
+        self.shape = torch.Size([*shard.shape[:dim], sum(sizes), *shard.shape[dim + 1 :]])
+
+    def value(self) -> Tensor:
+        """The whole."""
+        if self.whole is None:
+            whole = Transfer(self.shard, *self.shards).value()
+            self.whole = gather(self.shard, self.shards, self.context, whole)
+        return self.whole
+
+    def linear(self, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        """``x W^T + bias`` of the input ``x``; the first to ask takes it as it comes."""
+        if self.whole is not None:
+            (y,) = apply(self.whole, weight, bias, call)
+            return y
+        y, self.whole = apply(self.shard, weight, bias, replace(call, shards=self.shards))
+        return y

@@ -1,0 +1,148 @@
+"""``pipelined``: ``collective`` in rounds, each computed while the next one travels.
+
+What is gathered along ``tp_col`` is multiplied piece by piece as it comes, and what is reduced
+there leaves piece by piece as it is computed, on any grid, forward and backward; backward is the
+other kind of forward. A weight is gathered before it is needed
+(:mod:`torch_tp2d.runtime.ahead`), and its gradient is multiplied while the input's gradient is on
+its way, and reduced when nothing else is (:mod:`torch_tp2d.runtime.late`).
+
+For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`. The weight moves as ``collective``
+moves it; what is this module's own is when things are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...comm import Pending, all_reduce
+from ...runtime.ahead import Regather
+from ...runtime.deferred import Again, Gathering, Later, Products, Transfer, undeferred
+from ...runtime.late import Owed, backward_of
+from . import traced
+from .call import Call, Forward, Gradients, Needs
+from .collective import SQUARE, WHOLE, ab, abt, atb, atb_sum, prefetch
+from .rounds import ab_arriving, abt_leaving
+
+__all__ = [
+    "SQUARE",
+    "WHOLE",
+    "ab",
+    "abt",
+    "atb",
+    "backward",
+    "forward",
+    "late",
+    "prefetch",
+]
+
+
+class _Late(torch.autograd.Function):
+    """What was made of a parameter's shard, and whose gradient may come deferred.
+
+    Its own node, so that backward reaches it after the more urgent transfers have started: made
+    before the module's input is gathered, it is run after that gather's backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        return shard.view_as(shard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return undeferred(grads[0])
+
+
+def late(shard: Tensor) -> Tensor:
+    """What was made of a parameter's shard, that may take a deferred gradient too."""
+    return _Late.apply(shard) if torch.is_grad_enabled() and shard.requires_grad else shard
+
+
+class _State(NamedTuple):
+    """What backward knows of forward beside the tensors that it saved."""
+
+    weight_shape: torch.Size
+    has_bias: bool
+    arriving: bool
+    """The input was a :class:`Gathering`, and takes its gradient unmultiplied."""
+    again: Again | None
+    """Gathers the input again, of which only the shard was kept."""
+    regather: Regather | None
+    """Gathers the weight again."""
+
+
+def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
+    if torch.compiler.is_compiling():
+        return traced.forward(call, needs, x, weight, bias)
+    op, shards = call.op, call.shards
+    b = op.algorithm.prefetch(op.as_b(weight), op.cut) if call.moving is None else call.moving
+    b = b.wait()
+    if op.gathers_input:
+        y, _ = ab_arriving(x.transfer if isinstance(x, Gathering) else x, b, bias)
+    else:
+        own = op.own_bias(bias, b.shape[0])
+        y = F.linear(x, b, own) if shards is None else abt_leaving([(x, b)], shards, own).wait()
+    kept, again, regather = x, None, None
+    if isinstance(x, Gathering):
+        if op.regather_input and x.transfer.shard is not None:
+            # The gathered input is freed when the user's code is done with it.
+            kept, again = x.transfer.shard, x.transfer.again
+        else:
+            x.transfer.shard = None
+    if not op.keep_weight and needs.x:
+        cut = op.cut
+        regather = Regather(
+            call.module, weight, lambda w: prefetch(op.as_b(w), cut), call.known_context
+        )
+    state = _State(weight.shape, bias is not None, isinstance(x, Gathering), again, regather)
+    return Forward((y,), (kept, b if op.keep_weight else weight), state)
+
+
+def backward(
+    call: Call, needs: Needs, state: Any, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+) -> Gradients:
+    if not isinstance(state, _State):
+        return traced.backward(call, needs, state, saved, grads)
+    op, cut, shards = call.op, call.op.cut, call.shards
+    running = backward_of(call.known_context)
+    x, weight = saved
+    grad = undeferred(grads[0])
+    if state.again is not None and needs.weight:
+        x = Gathering(state.again.transfer(x))
+    regather = state.regather
+    moving = regather.take() if regather is not None and needs.x else Pending(weight)
+    partial: Tensor | None = None
+    dx = dw = db = None
+    arriving = None if shards is None else Transfer(grad, *shards)
+    if regather is not None:
+        regather.start_those_before(running)
+    if needs.x and not op.gathers_input:
+        # What both products share is multiplied twice as it comes.
+        dx, partial = ab_arriving(arriving or grad, moving.wait(), also=x if needs.weight else None)
+    if arriving is not None:
+        grad = arriving.value()
+    if state.has_bias and needs.bias:
+        mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
+        biases = Owed(mine.flatten(0, -2).sum(0), lambda part: all_reduce(part, cut.row), running)
+        db = Later(mine.shape[-1:], mine, biases.value)
+    if needs.weight:
+        a, c = (x, grad) if op.gathers_input else (grad, x)
+
+        def product() -> Tensor:
+            return undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
+
+        part = product if partial is None else partial
+        weights = Owed(part, lambda part: atb_sum(part, cut), running)
+        dw = Later(state.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
+    if needs.x and op.gathers_input:
+        b = moving.wait()
+        dx = Products(((grad, b),)) if state.arriving else grad @ b.t()
+    if not isinstance(dx, Products):
+        # What comes next is the user's, attention say, and sends nothing.
+        running.send_owed()
+    return dx, dw, db

@@ -1,0 +1,105 @@
+"""Products of what is arriving, and of what is leaving, piece by piece.
+
+A piece is multiplied when it is there, while the next one travels; and sent when it is multiplied,
+while the next one is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...comm import Pending, only_own, reduce_from_others, reduce_scatter, without_own
+from ...runtime.deferred import Assembly, Transfer, rows_of
+from .call import Shards
+
+__all__ = ["ab_arriving", "abt_leaving", "atb_arriving"]
+
+
+def ab_arriving(
+    a: Tensor | Transfer, b: Tensor, bias: Tensor | None = None, also: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``a[..., P] b[P, Q] + bias -> c[..., Q]``, in rounds if ``a`` is still being gathered.
+
+    Args:
+        also: another operand ``d[..., K]``, for ``a^T d -> [P, K]``, the second result.
+    """
+    if isinstance(a, Transfer) and not a.pieces:
+        a = a.value()
+    if isinstance(a, Tensor):
+        flat = a.flatten(0, -2)
+        c = flat @ b if bias is None else torch.addmm(bias, flat, b)
+        second = None if also is None else flat.t() @ also.flatten(0, -2)
+        return c.view(*a.shape[:-1], b.shape[1]), second
+    out = Assembly([*a.whole.out.shape[:-1], b.shape[1]], a.dim, b)
+    second = None if also is None else b.new_zeros(b.shape[0], also.shape[-1])
+    for piece in a.arrivals():
+        flat = piece.rows.flatten(0, -2)
+        part = flat @ b if bias is None else torch.addmm(bias, flat, b)
+        piece.put(part.view(*piece.rows.shape[:-1], b.shape[1]), out)
+        if also is not None and second is not None:
+            second.addmm_(flat.t(), piece.of(also))
+    return out.value(), second
+
+
+def atb_arriving(a: Transfer, c: Tensor) -> Tensor:
+    """``a[..., P]^T c[..., Q] -> b[P, Q]``, in rounds: this row's share of it."""
+    b = c.new_zeros(a.whole.out.shape[-1], c.shape[-1])
+    for piece in a.arrivals():
+        b.addmm_(piece.rows.flatten(0, -2).t(), piece.of(c))
+    return b
+
+
+def abt_leaving(
+    terms: Sequence[tuple[Tensor, Tensor]],
+    shards: Shards,
+    bias: Tensor | None = None,
+    others: Tensor | None = None,
+) -> Pending:
+    """Sum of ``c[..., Q] b[P, Q]^T`` over terms and ranks, ``-> a[..., P]`` by shards of a dim.
+
+    Args:
+        bias: ``[P]``, added to this rank's part of the sum.
+        others: ``[..., P]``, this rank's sum of further terms.
+    """
+    dim, sizes, axis = shards
+    c, b = terms[0]
+    rest, features = [n for d, n in enumerate(c.shape[:-1]) if d != dim], b.shape[0]
+    mine = [*c.shape[:dim], sizes[axis.index], *c.shape[dim + 1 : -1], features]
+    offsets = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    sums: list[tuple[int, Pending]] = []
+
+    def part(start: int, counts: Sequence[int], at: int = 0) -> Tensor:
+        rows = rows_of(c, dim, offsets, start, counts, at)
+        total = rows @ b.t() if bias is None else torch.addmm(bias, rows, b.t())
+        # Not in place: selective checkpointing may keep products, and refuses those changed since.
+        for d, other in terms[1:]:
+            total = torch.addmm(total, rows_of(d, dim, offsets, start, counts, at), other.t())
+        if others is not None:
+            total = total + rows_of(others, dim, offsets, start, counts, at)
+        return total
+
+    spares_own = axis.spares_own
+    for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
+        if spares_own:
+            sent = without_own(counts, axis)
+            terms_of_others = part(start, sent).view(sum(sent), *rest, features)
+            sums.append((start, reduce_from_others(terms_of_others, counts, axis)))
+        else:
+            whole = part(start, counts).view(sum(counts), *rest, features)
+            sums.append((start, reduce_scatter(whole, 0, counts, axis)))
+    own = part(0, only_own(sizes, axis), dim).view(mine) if spares_own else None
+
+    def finish(_: list[Tensor]) -> Tensor:
+        total = Assembly(mine, dim, c)
+        for start, pending in sums:
+            rows = pending.wait().movedim(0, dim)
+            if own is not None:
+                rows = own.narrow(dim, start, rows.shape[dim]) + rows
+            total.put(rows, start)
+        return total.value()
+
+    return Pending(None, (), finish)
