@@ -10,6 +10,7 @@ from .axis import (
     ROUND_SECONDS,
     Axis,
     link_is,
+    link_of,
     only_own,
     without_own,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "deal_grad",
     "gather_others",
     "link_is",
+    "link_of",
     "move",
     "only_own",
     "reduce",

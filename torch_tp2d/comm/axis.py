@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ __all__ = [
     "ROUNDS",
     "ROUND_SECONDS",
     "Axis",
+    "Link",
     "link_is",
+    "link_of",
     "only_own",
     "without_own",
 ]
@@ -52,7 +55,20 @@ More hide more of the transfer, and make the products smaller than a GPU likes; 
 """
 
 
-_fast: set[str] = set()
+@dataclass
+class Link:
+    """What is known of how the ranks of a process group send to one another."""
+
+    fast: bool = False
+
+
+_links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
+"""By the group itself: its name comes again when all groups are destroyed and made anew."""
+
+
+def link_of(group: dist.ProcessGroup) -> Link:
+    """The one that all axes on a process group share."""
+    return _links.setdefault(group, Link())
 
 
 def link_is(rate: float, axis: Axis) -> None:
@@ -61,7 +77,7 @@ def link_is(rate: float, axis: Axis) -> None:
     All ranks of the axis have to note the same: transfers are cut by it.
     """
     if rate >= FAST:
-        _fast.add(axis.group)
+        axis.link.fast = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +93,7 @@ class Axis:
     group: str
     is_gloo: bool
     """Whether transfers are cut, and reduce-scatters made of all-to-alls (module docstring)."""
+    link: Link = field(default_factory=Link, repr=False)
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +122,7 @@ class Axis:
         return self.is_gloo and not torch.compiler.is_compiling()
 
     def _cut(self, elements: int, dtype: torch.dtype) -> int:
-        largest = FAST_PIECE_BYTES if self.group in _fast else PIECE_BYTES
+        largest = FAST_PIECE_BYTES if self.link.fast else PIECE_BYTES
         return max(1, elements * dtype.itemsize // largest)
 
     def rounds(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..comm import Axis, Pending, all_gather, move
+from ..comm import Axis, Pending, all_gather, link_of, move
 from ..comm.groups import is_gloo, own_group
 from ..runtime.context import Sizes, context_of
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
@@ -70,7 +70,8 @@ def _axis(mesh: DeviceMesh, name: str) -> Axis:
     gloo = is_gloo(mesh)
     if gloo and group.size() > 1:
         group = own_group(dist.get_process_group_ranks(group), gloo=True)
-    return Axis(name, (group.size(),), mesh.get_local_rank(name), group.group_name, gloo)
+    index, link = mesh.get_local_rank(name), link_of(group)
+    return Axis(name, (group.size(),), index, group.group_name, gloo, link)
 
 
 def _flat_axis(mesh: DeviceMesh) -> Axis:
@@ -94,6 +95,7 @@ def _flat_axis(mesh: DeviceMesh) -> Axis:
         index=ranks.index(dist.get_rank()),
         group=group.group_name,
         is_gloo=gloo,
+        link=link_of(group),
     )
 
 

@@ -70,6 +70,8 @@ class Context:
         """Modules whose inputs from outside were compared over the rows."""
         self.backwards: dict[int, Backward] = {}
         """The backward passes that run, by autograd's number of them."""
+        self.keys_drawn = 0
+        """How many keys of dropout the ranks of the mesh have drawn."""
 
     def __repr__(self) -> str:
         running = "no forward" if self.running is None else repr(self.running)

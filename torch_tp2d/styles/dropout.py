@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -40,10 +38,6 @@ OTHER_KINDS = (
 _TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
 """By the number of dims: which of them are the batch (0) and the sequence (1)."""
 
-_draws: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], int]] = WeakKeyDictionary()
-"""How many keys the ranks of a grid have drawn. Of a grid by the names of its groups: a mesh may be
-collected as garbage on some ranks and not yet on others, and all have to count alike."""
-
 
 def next_key(grid: Grid) -> Tensor:
     """The key of the next call of dropout on the grid, one and the same on all its ranks.
@@ -59,10 +53,7 @@ def next_key(grid: Grid) -> Tensor:
     if torch.compiler.is_compiling() or in_backward():
         # What checkpointing runs again draws again what was counted and checked in forward.
         return key
-    world, name = dist.group.WORLD, (grid.row.group, grid.col.group)
-    assert world is not None
-    counts = _draws.setdefault(world, {})
-    count = counts[name] = counts.get(name, 0) + 1
+    count = grid.context.keys_drawn = grid.context.keys_drawn + 1
     if count & (count - 1) == 0:
         # Selective checkpointing is not to see it: it does not happen again in backward.
         with _disable_current_modes():
