@@ -63,7 +63,7 @@ from measure import (
 )
 from variants import OURS, STOCK_PLANS, Sizes, build, build_share
 
-from torch_tp2d.groups import BACKEND
+from torch_tp2d.comm.groups import BACKEND
 
 BACKENDS = ("gloo", BACKEND)
 LINKS = {None: "of this machine", "none": "not shaped"}

@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch.distributed as dist
     from compare import commit, is_done, load, now, save
 
-    from torch_tp2d.groups import BACKEND
+    from torch_tp2d.comm.groups import BACKEND
 
     dist.init_process_group(BACKEND)
     if dist.get_world_size() != math.prod(args.grid) or dist.get_world_size() < 2:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from torch_tp2d import comm, groups
+from torch_tp2d import comm
+from torch_tp2d.comm import groups
 
 
 def exchange_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:

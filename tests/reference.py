@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_tp2d.layouts import chunk_sizes
+from torch_tp2d.mesh.layouts import chunk_sizes
 
 Blocks = list[list[Tensor]]
 

@@ -30,7 +30,7 @@ from torch_tp2d import (
     attention_projections,
     balanced_order,
 )
-from torch_tp2d.layouts import chunk_sizes
+from torch_tp2d.mesh.layouts import chunk_sizes
 from torch_tp2d.ops.attention import Order
 from torch_tp2d.ops.attention.block import attend, attend_backward
 from torch_tp2d.ops.dropout import draw_key, dropped

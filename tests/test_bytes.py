@@ -166,66 +166,86 @@ def _layer(plan: dict[str, Any]) -> str:
 class TestGoldens(TestCase):
     def test_colwise_from_tokens(self) -> None:
         report = _each(Colwise2D, TOKENS, 2, 2, input_layouts=Shard(1))
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 3456 B
  tp_col all_gather_into_tensor       1         2304 B
  tp_row all_gather_into_tensor       1         1152 B
 backward 3456 B
  tp_col reduce_scatter_tensor        1         2304 B
- tp_row reduce_scatter_tensor        1         1152 B""")
+ tp_row reduce_scatter_tensor        1         1152 B""",
+        )
 
     def test_colwise_from_rows(self) -> None:
         """A replicated input needs no gather, and its gradient is summed for user code."""
         report = _each(Colwise2D, ROWS, 2, 2)
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 1152 B
  tp_row all_gather_into_tensor       1         1152 B
 backward 5760 B
  tp_col all_reduce                   1         4608 B
- tp_row reduce_scatter_tensor        1         1152 B""")
+ tp_row reduce_scatter_tensor        1         1152 B""",
+        )
 
     def test_colwise_keeping_its_weight(self) -> None:
         report = _each(Colwise2D, TOKENS, 2, 2, input_layouts=Shard(1), reshard_after_forward=False)
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 3456 B
  tp_col all_gather_into_tensor       1         2304 B
  tp_row all_gather_into_tensor       1         1152 B
 backward 3456 B
  tp_col reduce_scatter_tensor        1         2304 B
- tp_row reduce_scatter_tensor        1         1152 B""")
+ tp_row reduce_scatter_tensor        1         1152 B""",
+        )
 
     def test_rowwise_to_tokens(self) -> None:
         report = _each(Rowwise2D, FEATURES, 2, 2, output_layouts=Shard(1))
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 5760 B
  tp_col reduce_scatter_tensor        1         4608 B
  tp_row all_gather_into_tensor       1         1152 B
 backward 5760 B
  tp_col all_gather_into_tensor       1         4608 B
- tp_row reduce_scatter_tensor        1         1152 B""")
+ tp_row reduce_scatter_tensor        1         1152 B""",
+        )
 
     def test_rowwise_to_rows(self) -> None:
         report = _each(Rowwise2D, FEATURES, 2, 2)
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 10368 B
  tp_col all_reduce                   1         9216 B
  tp_row all_gather_into_tensor       1         1152 B
 backward 1152 B
- tp_row reduce_scatter_tensor        1         1152 B""")
+ tp_row reduce_scatter_tensor        1         1152 B""",
+        )
 
     def test_block_collective(self) -> None:
         report = _each(Block2DParallel, FEATURES, 2, 3)
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 3840 B
  tp_col all_gather_into_tensor       1         3072 B
  tp_row all_gather_into_tensor       1          768 B
 backward 3840 B
  tp_col reduce_scatter_tensor        1         3072 B
- tp_row reduce_scatter_tensor        1          768 B""")
+ tp_row reduce_scatter_tensor        1          768 B""",
+        )
 
     def test_block_summa(self) -> None:
         report = _each(Block2DParallel, FEATURES, 2, 3, algorithm="summa")
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 3840 B
  tp_col broadcast                    4         3072 B
  tp_row broadcast                    4          768 B
@@ -233,63 +253,81 @@ backward 7680 B
  tp_col all_to_all_single            4         3072 B
  tp_col broadcast                    4         3072 B
  tp_row all_to_all_single            4          768 B
- tp_row broadcast                    4          768 B""")
+ tp_row broadcast                    4          768 B""",
+        )
 
     def test_block_bmr(self) -> None:
         """The paper's Algorithm 1: broadcasts along tp_col, rolls (all-to-alls) along tp_row."""
         report = _each(Block2DParallel, FEATURES, 3, 3, algorithm="bmr")
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 2560 B
  tp_col broadcast                    3         1536 B
  tp_row all_to_all_single            2         1024 B
 backward 5632 B
  tp_col all_to_all_single            3         1536 B
  tp_col broadcast                    3         1536 B
- tp_row all_to_all_single            5         2560 B""")
+ tp_row all_to_all_single            5         2560 B""",
+        )
 
     def test_block_cannon(self) -> None:
         report = _each(Block2DParallel, FEATURES, 3, 3, algorithm="cannon")
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 2560 B
  tp_col all_to_all_single            2         1536 B
  tp_row all_to_all_single            2         1024 B
 backward 6400 B
  tp_col all_to_all_single            5         3840 B
- tp_row all_to_all_single            5         2560 B""")
+ tp_row all_to_all_single            5         2560 B""",
+        )
 
     def test_norm2d(self) -> None:
         """Statistics only: a number or two a token each way, and the weights' sums."""
         report = _norm()
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 384 B
  tp_col all_reduce                   2          384 B
 backward 480 B
  tp_col all_reduce                   1          384 B
- tp_row all_reduce                   1           96 B""")
+ tp_row all_reduce                   1           96 B""",
+        )
 
     def test_embedding(self) -> None:
         report = _embedding()
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 3456 B
  tp_col reduce_scatter_tensor        1         2304 B
  tp_row all_to_all_single            1         1152 B
 backward 3456 B
  tp_col all_gather_into_tensor       1         2304 B
- tp_row all_to_all_single            1         1152 B""")
+ tp_row all_to_all_single            1         1152 B""",
+        )
 
     def test_cross_entropy(self) -> None:
         """Three numbers a token and one sum, whatever the vocabulary; nothing backward."""
         report = _loss()
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 580 B
  tp_col all_reduce                   2          576 B
  tp_row all_reduce                   1            4 B
-backward 0 B""")
+backward 0 B""",
+        )
 
     def test_a_transformer_layer(self) -> None:
         """q, k and v share one gather of their input and one reduce-scatter of its gradient."""
         report = _layer(plan_2d())
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 5120 B
  tp_col all_gather_into_tensor       2         1024 B
  tp_col reduce_scatter_tensor        2         1024 B
@@ -300,12 +338,15 @@ backward 6816 B
  tp_col reduce_scatter_tensor        2         1024 B
  tp_row all_gather_into_tensor       1         1024 B
  tp_row all_reduce                   4          416 B
- tp_row reduce_scatter_tensor        6         3072 B""")
+ tp_row reduce_scatter_tensor        6         3072 B""",
+        )
 
     def test_a_transformer_layer_without_sequence_parallel(self) -> None:
         """q, k and v read one whole tensor: its gradient is all-reduced once, not three times."""
         report = _layer(plan_without_sequence_parallel())
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 5120 B
  tp_col all_reduce                   2         2048 B
  tp_row all_gather_into_tensor       6         3072 B
@@ -313,12 +354,15 @@ backward 6560 B
  tp_col all_reduce                   2         2048 B
  tp_row all_gather_into_tensor       1         1024 B
  tp_row all_reduce                   4          416 B
- tp_row reduce_scatter_tensor        6         3072 B""")
+ tp_row reduce_scatter_tensor        6         3072 B""",
+        )
 
     def test_a_transformer_layer_of_the_mixed_plan(self) -> None:
         """Stock attention: its weights do not move, their gradients are all-reduced."""
         report = _layer(plan_mixed())
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 4096 B
  tp_col all_gather_into_tensor       2         1024 B
  tp_col reduce_scatter_tensor        2         1024 B
@@ -329,28 +373,37 @@ backward 7840 B
  tp_col reduce_scatter_tensor        2         1024 B
  tp_row all_gather_into_tensor       1         1024 B
  tp_row all_reduce                   8         2464 B
- tp_row reduce_scatter_tensor        2         2048 B""")
+ tp_row reduce_scatter_tensor        2         2048 B""",
+        )
 
     def test_ring_attention(self) -> None:
         """Backward hands on keys, values and their gradients; a causal mask changes nothing."""
         report = _report(*_attention(4, 2, algorithm="ring", is_causal=True))
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 864 B
  tp_row all_to_all_single            3          864 B
 backward 1728 B
- tp_row all_to_all_single            6         1728 B""")
+ tp_row all_to_all_single            6         1728 B""",
+        )
 
     def test_gathered_attention(self) -> None:
         report = _report(*_attention(4, 2, algorithm="gather"))
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 864 B
  tp_row all_gather_into_tensor       2          864 B
 backward 864 B
- tp_row reduce_scatter_tensor        2          864 B""")
+ tp_row reduce_scatter_tensor        2          864 B""",
+        )
 
     def test_two_phase_attention(self) -> None:
         report = _report(*_attention(2, 2))
-        self.assertExpectedInline(report, """\
+        self.assertExpectedInline(
+            report,
+            """\
 forward 1920 B
  tp_col all_gather_into_tensor       1          288 B
  tp_col all_reduce                   2          192 B
@@ -362,7 +415,8 @@ backward 1824 B
  tp_col all_reduce                   1           96 B
  tp_col all_to_all_single            2          576 B
  tp_col reduce_scatter_tensor        1          288 B
- tp_row reduce_scatter_tensor        2          576 B""")
+ tp_row reduce_scatter_tensor        2          576 B""",
+        )
 
 
 class TestArithmetic(TestCase):

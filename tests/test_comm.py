@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_tp2d
-from torch_tp2d import comm, groups
-from torch_tp2d.grid import Grid
-from torch_tp2d.layouts import TP_COL, TP_ROW
+from torch_tp2d import comm
+from torch_tp2d.comm import groups
+from torch_tp2d.mesh.grid import Grid
+from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
 
 GRIDS = [(1, 3), (2, 2), (3, 2)]
 

@@ -29,10 +29,10 @@ from torch_tp2d import (
     Colwise2D,
     Replicate,
     Rowwise2D,
-    agree,
     debug,
     parallelize_module,
 )
+from torch_tp2d.comm.wires import name_ranks
 
 
 def _model(
@@ -74,11 +74,11 @@ def _frozen() -> nn.Module:
 def _styled() -> nn.Module:
     """As if the module had a style from before, on this rank alone."""
     model = _model()
-    torch_tp2d.base.put_on_grid(model.get_submodule("up"), torch_tp2d.base.Runner())
+    torch_tp2d.styles.base.put_on_grid(model.get_submodule("up"), torch_tp2d.styles.base.Runner())
     return model
 
 
-torch_tp2d.base.Runner.style = "Earlier"
+torch_tp2d.styles.base.Runner.style = "Earlier"
 
 # What differs, and what rank 2 of 4 and the others are given; what is said.
 Case = tuple[Callable[[], tuple[nn.Module, Any]], Callable[[], tuple[nn.Module, Any]], str]
@@ -219,8 +219,8 @@ def test_what_else_is_compared_and_what_is_not() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert agree.name_ranks([3]) == "rank 3"
-    assert agree.name_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([5, 0, 2, 1]) == "ranks 0-2, 5"
 
 
 TIMEOUT = 6.0
@@ -377,7 +377,7 @@ def _unsummed(which: str) -> str:
     step()
     if which == "sum":
         # As where a module's layout is guessed wrong.
-        torch_tp2d.replicate.summed = lambda parts, axes, like=None: list(parts)
+        torch_tp2d.styles.replicated.summed = lambda parts, axes, like=None: list(parts)
     if which == "value" and rank == 1:
         with torch.no_grad():
             model.norm.weight.to_local().mul_(1.01)

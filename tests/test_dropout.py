@@ -21,7 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torch_tp2d
 from torch_tp2d import Colwise2D, Dropout2D, Rowwise2D
@@ -467,3 +471,28 @@ def _refusal(case: str) -> str:
 def test_what_is_refused(case: str, words: str) -> None:
     for message in world.run(2, _refusal, case):
         assert re.search(words, message), message
+
+
+def _again_and_again() -> None:
+    """Three forwards, the second of which draws the second and the third key of the grid."""
+    mesh = grid_mesh(2, 1)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5)).double()
+    torch_tp2d.parallelize_module(net, mesh, {"0": Colwise2D(), "2": Rowwise2D()})
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op == torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(4, 2, 8, dtype=torch.float64).chunk(2)[mesh.get_local_rank(0)]
+        checkpoint(net, x, use_reentrant=False, context_fn=contexts).sum().backward()
+
+
+def test_selective_checkpointing_of_dropout() -> None:
+    """Keys drawn again were counted, and compared where they had not been in forward.
+
+    "aten.select.int encountered during backward but not found in storage", now and then.
+    """
+    world.run(2, _again_and_again)

@@ -30,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import torch_tp2d
+
 TOLERANCE = 1e-11
 VOCAB, SEQUENCE = 33, 13
 DP, HSDP = ("dp", "tp_row", "tp_col"), ("replicate", "shard", "tp_row", "tp_col")
@@ -241,3 +243,17 @@ def _all_dtensors() -> set[str]:
 def test_fsdp_leaves_one_mesh_and_an_eighth_of_the_weights() -> None:
     for shares in world.run(8, _all_dtensors):
         assert all(float(share) < 1.35 for share in shares)
+
+
+def _empty_shards() -> None:
+    mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=DP)
+    net = nn.Sequential(nn.Linear(5, 8, bias=False)).double()
+    torch_tp2d.parallelize_module(net, mesh["tp_row", "tp_col"], {"0": torch_tp2d.Colwise2D()})
+    fully_shard(net, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"0.weight of shape \(8, 5\).*FSDP2 does not take"):
+        net(torch.randn(2, 3, 5, dtype=torch.float64))
+
+
+def test_fsdp_with_nothing_on_a_rank_is_refused() -> None:
+    """The rank without a part of the weight raised in backward, and the others waited for it."""
+    world.run(4, _empty_shards)

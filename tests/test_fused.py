@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import torch_tp2d
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D
 from torch_tp2d.comm import deal
-from torch_tp2d.grid import Grid
+from torch_tp2d.mesh.grid import Grid
 
 TOLERANCE = 1e-12
 HIDDEN, VOCAB = 12, 11

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_tp2d.layouts import as_layout, chunk_sizes, nested_chunk_sizes, normalize, steps
+from torch_tp2d.mesh.layouts import as_layout, chunk_sizes, nested_chunk_sizes, normalize, steps
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 12, 13, 50257])

@@ -12,7 +12,7 @@ from marks import deep
 from models import grid_mesh
 from torch import Tensor
 
-from torch_tp2d.grid import Grid
+from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.ops.matmul import ALGORITHMS, Call, Cut, LinearOp, linear2d
 
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), deep(2, 4), (3, 3)]

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_tp2d
-from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, layouts, planner
-from torch_tp2d.layouts import STATIONARY
+from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, planner
+from torch_tp2d.mesh import layouts
+from torch_tp2d.mesh.layouts import STATIONARY
 from torch_tp2d.planner import Rates, choice
 from torch_tp2d.planner.choice import LinearCase, choose_algorithm, choose_dataflow
 

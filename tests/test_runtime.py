@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from models import batch as token_batch
 from models import grid_mesh, loss_of, parallelize, plan_2d, relative, transformer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -25,7 +26,13 @@ from torch.utils.checkpoint import (
 )
 from world import run
 
-from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
+from torch_tp2d import (
+    Attention2D,
+    Colwise2D,
+    Rowwise2D,
+    attention_projections,
+    parallelize_module,
+)
 
 TOLERANCE = 1e-11
 GRIDS = [(2, 2), (4, 1), (1, 4)]
@@ -354,6 +361,44 @@ def _garbage_on_one_rank(mesh: Any) -> float:
     return _gradients_off(one, several)
 
 
+class _Attention(nn.Module):
+    num_heads = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y(x).unflatten(-1, (-1, 2)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def _attention_without_embedding(mesh: Any) -> float:
+    """The sizes that Attention2D had written met the next batch: a ValueError on some ranks only.
+
+    No embedding writes them anew there, and a Linear before the attention made a DTensor by them.
+    """
+    torch.manual_seed(0)
+    one = nn.Sequential(*_mlp(1), _Attention()).double()
+    q, kv, o = attention_projections(4, 4, mesh.shape[1], output_layouts=Shard(1))
+    plan = _plan(1) | {"3": Attention2D(), "3.q": q, "3.[kv]": kv, "3.o": o}
+    plan["2"] = Rowwise2D(output_layouts=Shard(1), use_local_output=False)
+    several = parallelize_module(copy.deepcopy(one), mesh, plan)
+    worst = 0.0
+    for size in ((4, 4), (5, 6), (2, 3)):
+        whole = _tokens(*size, 8, 0)
+        layout = Shard(0), Shard(1)
+        part = distribute_tensor(whole, mesh, layout, src_data_rank=None).to_local()
+        expected, y = one(whole), several(part).to_local()
+        wanted = distribute_tensor(expected.detach(), mesh, layout, src_data_rank=None).to_local()
+        if part.numel():
+            worst = max(worst, relative(y.detach(), wanted))
+        y.square().sum().backward()
+        expected.square().sum().backward()
+    return max(worst, _gradients_off(one, several))
+
+
 PROGRAMS = [
     _adversary,
     _layers_by_turns,
@@ -365,6 +410,7 @@ PROGRAMS = [
     _second_order,
     _empty_shards,
     _garbage_on_one_rank,
+    _attention_without_embedding,
 ]
 
 
@@ -405,6 +451,52 @@ def _micro_batches() -> float:
 def test_recomputation_meets_the_sizes_of_its_own_batch() -> None:
     """It met those of the batch that came last: a ValueError, or a hang."""
     for worst in run(4, _micro_batches):
+        assert worst <= TOLERANCE
+
+
+def _leaf_again() -> float:
+    """The first block's q and k share what is gathered of the batch, in forward and once more."""
+    mesh, worst = grid_mesh(2, 2), 0.0
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.o = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.o(torch.sigmoid(self.q(x)) * self.k(x))
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Both()
+
+        def forward(self, x: Tensor) -> Tensor:
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            return checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
+
+    torch.manual_seed(0)
+    one = Net().double()
+    plan = {
+        "block.[qk]": Colwise2D(input_layouts=Shard(1)),
+        "block.o": Rowwise2D(output_layouts=Shard(1)),
+    }
+    several = parallelize_module(copy.deepcopy(one), mesh, plan)
+    for step in range(2):
+        whole = _tokens(4, 8, 8, step)
+        one(whole).square().sum().backward()
+        several(_mine(whole, mesh)).square().sum().backward()
+        worst = max(worst, _gradients_off(one, several))
+    return worst
+
+
+def test_selective_checkpointing_of_a_batch() -> None:
+    """What had been gathered once was gathered twice again: "not found in storage"."""
+    for worst in run(4, _leaf_again):
         assert worst <= TOLERANCE
 
 

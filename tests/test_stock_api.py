@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
-from torch_tp2d.layouts import Layout
+from torch_tp2d.mesh.layouts import Layout
 
 WHOLE: Layout = Replicate(), Replicate()
 

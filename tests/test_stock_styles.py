@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torch_tp2d import Colwise2D, CommCounter, Lifted, Rowwise2D, parallelize_module
-from torch_tp2d.layouts import Layout
+from torch_tp2d.mesh.layouts import Layout
 
 TOLERANCE = 1e-10
 GRIDS = [(1, 4), (2, 2), (4, 1)]

@@ -11,13 +11,19 @@ import torch.nn.functional as F
 from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from world import run
 
 import torch_tp2d
 from torch_tp2d import (
     Attention2D,
     Colwise2D,
+    Lifted,
     Local2D,
     Rowwise2D,
     attention_projections,
@@ -282,6 +288,65 @@ def test_one_input_for_all_rows_is_refused(rows: int, columns: int) -> None:
     for said in run(rows * columns, _one_input_for_all, rows, columns):
         for message in said:
             assert f"tp_row={rows}" in message and "Shard(dim=0)" in message, message
+
+
+class Residual(nn.Module):
+    """A norm of what a pair of Linears hands on, and of its sum with what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.norm, self.last = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.down(torch.relu(self.up(x))))
+        return self.last(x + self.drop(y))
+
+
+def _other_axes(axes: Any, layout: Any) -> list[float]:
+    mesh = grid_mesh(2, 2)
+    plan = {
+        "up": Lifted(ColwiseParallel(input_layouts=Shard(1)), axes=axes),
+        "down": Lifted(RowwiseParallel(output_layouts=Shard(1)), axes=axes),
+    }
+    one = Residual().double()
+    whole = torch.randn(4, 6, HIDDEN, dtype=torch.float64)
+    part = distribute_tensor(whole, mesh, layout, src_data_rank=None).to_local().clone()
+
+    several = parallelize_module(copy.deepcopy(one), mesh, plan)
+    with pytest.raises(ValueError, match="styles next to it act on"):
+        several(part)
+    named = {"last": torch_tp2d.Replicate(input_layouts=layout)}
+    several = parallelize_module(copy.deepcopy(one), mesh, plan | named)
+    several.drop.p = 0.5
+    with pytest.raises(ValueError, match="styles next to it act on"):
+        several(part)
+    several.drop.p = 0.0
+
+    y, expected = several(part), one(whole)
+    wanted = distribute_tensor(expected.detach(), mesh, layout, src_data_rank=None).to_local()
+    off = [relative(y.detach(), wanted)]
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, theirs in zip(several.parameters(), one.parameters(), strict=True):
+        off.append(relative(mine.grad.full_tensor(), theirs.grad))
+    return off
+
+
+@pytest.mark.parametrize(
+    "axes,layout",
+    [("tp_row", (Shard(1), Shard(0))), (("tp_row", "tp_col"), (Shard(1), Shard(1)))],
+)
+def test_between_styles_on_other_axes(axes: Any, layout: Any) -> None:
+    """A norm or dropout beside them took its tokens to lie as around a 2-D style.
+
+    What they had handed on was read with rows for columns, so that the right input_layouts were
+    refused, and undeclared norms summed their gradients along the wrong axis.
+    """
+    for off in run(4, _other_axes, axes, layout):
+        assert max(off) <= TOLERANCE, off
 
 
 def _another_layout() -> list[str]:

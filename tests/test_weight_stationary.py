@@ -45,7 +45,7 @@ from torch_tp2d import (
     Rowwise2D,
     parallelize_module,
 )
-from torch_tp2d import layouts as rules
+from torch_tp2d.mesh import layouts as rules
 from torch_tp2d.planner.cost import linear_traffic
 
 TOLERANCE = 1e-10

@@ -49,7 +49,7 @@ def _rank(
     import torch.distributed as dist
 
     from torch_tp2d import planner
-    from torch_tp2d.groups import BACKEND
+    from torch_tp2d.comm.groups import BACKEND
 
     # What "auto" stands for must not depend on how busy this machine is.
     planner.assume(None)

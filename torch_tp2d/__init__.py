@@ -5,17 +5,19 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 """
 
 from . import debug
-from .attention import Attention2D, attention2d, attention_projections
-from .counter import CommCounter
-from .dropout import Dropout2D
-from .lift import Lifted
-from .local import Local2D
+from .comm.counter import CommCounter
 from .loss import cross_entropy, loss_parallel
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import parallelize_module
 from .plans import plan_for
-from .replicate import Replicate
-from .styles import Block2DParallel, Colwise2D, GridStyle, Norm2D, Rowwise2D
+from .styles.attention import Attention2D, attention2d, attention_projections
+from .styles.base import GridStyle
+from .styles.dropout import Dropout2D
+from .styles.lifted import Lifted
+from .styles.linear import Block2DParallel, Colwise2D, Rowwise2D
+from .styles.local import Local2D
+from .styles.norm import Norm2D
+from .styles.replicated import Replicate
 
 __version__ = "0.1.0"
 

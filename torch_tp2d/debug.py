@@ -35,13 +35,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
-from .agree import name_ranks
 from .comm import Axis, transfers
-from .grid import Grid
-from .groups import timeout_of
-from .layouts import TP_COL, TP_ROW
-from .recognise import describe_module
-from .wires import Message, Wires
+from .comm.groups import timeout_of
+from .comm.wires import Message, Wires, name_ranks
+from .mesh.grid import Grid
+from .mesh.layouts import TP_COL, TP_ROW
+from .styles.module_kinds import describe_module
 
 __all__ = ["RanksDisagree", "disable", "enable", "is_on", "run_as_layer"]
 

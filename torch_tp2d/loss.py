@@ -17,9 +17,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from .comm import Axis, move
-from .grid import Grid, check_mesh, describe_mesh
-from .groups import is_gloo, own_group
-from .layouts import TP_COL, TP_ROW
+from .comm.groups import is_gloo, own_group
+from .mesh.grid import Grid, check_mesh, describe_mesh
+from .mesh.layouts import TP_COL, TP_ROW
 from .ops.cross_entropy import token_losses
 
 __all__ = ["cross_entropy", "loss_parallel"]

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_tp2d import CommCounter
-from torch_tp2d.groups import BACKEND
+from torch_tp2d.comm.groups import BACKEND
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import torch_tp2d
 from torch_tp2d import Colwise2D, CommCounter, Norm2D, Rowwise2D
-from torch_tp2d.groups import BACKEND
+from torch_tp2d.comm.groups import BACKEND
 
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values of the tokens so far, ``[batch, heads, tokens, head_dim]``, of each layer."""

@@ -180,7 +180,7 @@ def _serve(rank: int, count: int, scratch: str, pipe: Connection) -> None:
         import torch
         import torch.distributed as dist
 
-        from torch_tp2d.groups import BACKEND
+        from torch_tp2d.comm.groups import BACKEND
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         dist.init_process_group(

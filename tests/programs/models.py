@@ -261,16 +261,18 @@ class Net(nn.Module):
             {index % count for index in which} if count else {} for which in (op.skip, op.twice)
         )
         for index, block in enumerate(self.blocks):
+            # Backward hooks make plain zeros of the gradient of a DTensor that is not used.
+            others = (memory,) if block.cross else ()
             for _ in range(1 + (index in twice)):
                 if index in skip:
                     continue
                 if op.mode == "full":
-                    x = checkpoint(block, x, memory, use_reentrant=False)
+                    x = checkpoint(block, x, *others, use_reentrant=False)
                 elif op.mode == "selective":
                     contexts = partial(create_selective_checkpoint_contexts, _save_products)
-                    x = checkpoint(block, x, memory, use_reentrant=False, context_fn=contexts)
+                    x = checkpoint(block, x, *others, use_reentrant=False, context_fn=contexts)
                 else:
-                    x = block(x, memory)
+                    x = block(x, *others)
                 if op.mode == "raise" and index == op.index % count:
                     raise Stop
         x = x if self.norm is None else self.norm(x)
@@ -347,8 +349,12 @@ def settled(model: Model, fsdp: bool) -> Model:
             block = replace(block, heads=8, kv_heads=4, head_dim=2)
         if isinstance(block, Attention):
             block = replace(block, cross=block.cross and model.embed is not None)
-            if block.dropout and model.row_dim and block.plan != "attention2d":
-                block = replace(block, dropout=False)
+            if block.dropout and (model.row_dim or model.apply == "torch"):
+                # Of a module's own call, only Attention2D and our parallelize_module know.
+                block = replace(block, dropout=block.plan == "attention2d" and not block.fused)
+        elif model.hidden == 1 or block.inner == 1:
+            # DTensor cannot sum dims of size 1 into a scalar's gradient.
+            block = replace(block, beta="", mix="")
         blocks.append(block)
     head = model.head
     if head is not None and head.tied and model.apply == "torch":

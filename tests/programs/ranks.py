@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -74,11 +75,12 @@ def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> No
     import torch
     import torch.distributed as dist
 
-    from torch_tp2d.groups import BACKEND
+    from torch_tp2d.comm.groups import BACKEND
 
     from .use import play
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "Full backward hook is firing|FSDP2-wrapped module")
     # Warnings that two axes are gathered one after the other.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     # Ranks collect garbage at different times: where a program says so, and in between.

@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ..layouts import nested_chunk_sizes
+from ..mesh.layouts import nested_chunk_sizes
 
 __all__ = [
     "FAST_PIECE_BYTES",
@@ -97,6 +98,11 @@ class Axis:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", math.prod(self.parts))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group itself, of which ``group`` is the name."""
+        return _resolve_process_group(self.group)  # type: ignore[arg-type]
 
     def split(self, extent: int) -> tuple[int, ...]:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import chunk_sizes
+from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..layouts import TP_COL, TP_ROW
+from ..mesh.layouts import TP_COL, TP_ROW
 
 __all__ = ["GridStrategy"]
 
@@ -26,7 +26,7 @@ class GridStrategy(ModelParallelStrategy):
         data_parallel_size: grids beside each other, each with batches of its own.
         kwargs: ModelParallelStrategy's own: ``save_distributed_checkpoint``, ``timeout``, and
             ``process_group_backend``, for which ``"gloo_in_order"`` is the safer one on CPUs
-            (:mod:`torch_tp2d.groups`).
+            (:mod:`torch_tp2d.comm.groups`).
 
     Raises:
         ValueError: for sizes that are not positive, and when training starts with another number

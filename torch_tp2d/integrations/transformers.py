@@ -31,22 +31,19 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..base import GridStyle, place_parameter, tied_message
-from ..grid import Grid, check_mesh, describe_mesh
-from ..layouts import Layout
-from ..norm import Norm2D
-from ..parallelize import (
-    _check_heads,
-    _checked_entries,
-    _Entry,
-    _FirstForward,
-    _ties,
-    parallelize_module,
-)
+from ..mesh.grid import Grid, check_mesh, describe_mesh
+from ..mesh.layouts import Layout
+from ..parallelize.check import check_heads
+from ..parallelize.first_forward import FirstForward
+from ..parallelize.plan import checked_entries, parallelize_module
+from ..parallelize.resolve import Entry
+from ..parallelize.ties import ties_of
 from ..plans import plan_for
-from ..recognise import describe_module
-from ..replicate import Replicate
-from ..styles import Block2DParallel, Colwise2D, Rowwise2D
+from ..styles.base import GridStyle, place_parameter, tied_message
+from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
+from ..styles.module_kinds import describe_module
+from ..styles.norm import Norm2D
+from ..styles.replicated import Replicate
 
 __all__ = ["NAMES", "from_pretrained", "register"]
 
@@ -143,15 +140,15 @@ def from_pretrained(
     if mesh.size() == 1:
         # transformers takes one rank for no parallelism at all.
         return parallelize_module(model_class.from_pretrained(path, **kwargs), mesh, chosen)
-    entries = _checked_entries(skeleton, mesh, chosen)
-    ties = _ties(skeleton)
+    entries = checked_entries(skeleton, mesh, chosen)
+    ties = ties_of(skeleton)
     config = DistributedConfig(tp_size=world, tp_plan=_by_turns(skeleton, mesh, entries, ties))
     model: nn.Module = model_class.from_pretrained(path, distributed_config=config, **kwargs)
     for entry in entries:
         # Of the model itself, which no rule of transformers can name.
         if not entry.name:
             entry.style._apply(model, mesh)
-    _FirstForward.watch(model, mesh, [[_found(model, tied) for tied in group] for group in ties])
+    FirstForward.watch(model, mesh, [[_found(model, tied) for tied in group] for group in ties])
     return model
 
 
@@ -189,7 +186,7 @@ class _AsTied(ParallelStyle):
         return module
 
 
-def _as_tied(entries: list[_Entry], ties: list[list[_Tied]]) -> Iterator[tuple[str, ParallelStyle]]:
+def _as_tied(entries: list[Entry], ties: list[list[_Tied]]) -> Iterator[tuple[str, ParallelStyle]]:
     """The modules that share a parameter with a styled one and have no style of their own.
 
     transformers loads a shared parameter into whichever of its modules it takes for the first.
@@ -213,7 +210,7 @@ def _generic(name: str) -> str:
 
 
 def _by_turns(
-    skeleton: Any, mesh: DeviceMesh, entries: list[_Entry], ties: list[list[_Tied]]
+    skeleton: Any, mesh: DeviceMesh, entries: list[Entry], ties: list[list[_Tied]]
 ) -> dict[str, str]:
     """A ``tp_plan`` of registered styles that apply the entries.
 
@@ -361,7 +358,7 @@ class _FirstCall:
             parent = model.get_submodule(name.rpartition(".")[0])
             assert isinstance(style, GridStyle)
             try:
-                _check_heads(_Entry(name, name, before, parent, style), Grid(mesh, style.axes))
+                check_heads(Entry(name, name, before, parent, style), Grid(mesh, style.axes))
                 for parameter, have in _placements(module):
                     if have != placements[parameter]:
                         raise ValueError(
@@ -377,7 +374,7 @@ class _FirstCall:
                         f"model's own tp_plan, but others are on {describe_mesh(mesh)}: name its "
                         f"module in the tp_plan too"
                     )
-            _FirstForward(mesh, [])(model, args)
+            FirstForward(mesh, [])(model, args)
         for _, module in found:
             del cls.waiting[module]
         if not cls.waiting and cls.handle is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..comm import FAST_PIECE_BYTES, ROUND_SECONDS
-from ..layouts import STATIONARY, Layout, MatmulRule
+from ..mesh.layouts import STATIONARY, Layout, MatmulRule
 from .cost import linear_traffic
 from .rates import Rates
 

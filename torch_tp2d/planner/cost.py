@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..layouts import STATIONARY, Layout, MatmulRule, normalize, steps
+from ..mesh.layouts import STATIONARY, Layout, MatmulRule, normalize, steps
 
 __all__ = ["LinearTraffic", "Traffic", "layout_traffic", "linear_traffic"]
 
@@ -102,10 +102,10 @@ def linear_traffic(
 
     Backward moves the same for the tokens. A weight that moved moves again, unless it was kept,
     and its gradient does; one that stays has a gradient that stays. From and to any other layouts
-    tokens take the way that :meth:`torch_tp2d.grid.Grid.redistribute` takes.
+    tokens take the way that :meth:`torch_tp2d.mesh.grid.Grid.redistribute` takes.
 
     Args:
-        rule: the style's, :data:`torch_tp2d.layouts.COLWISE`, ``ROWWISE`` or ``BLOCK``.
+        rule: the style's, :data:`torch_tp2d.mesh.layouts.COLWISE`, ``ROWWISE`` or ``BLOCK``.
         dataflow: the rule's own, or ``"weight_stationary"``.
         takes, gives: layout of X and of Y.
         tokens: M, batch times sequence, of the whole grid.

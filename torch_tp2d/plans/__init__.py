@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..grid import check_mesh
+from ..mesh.grid import check_mesh
 from .bert import bert_plan
 from .gpt2 import gpt2_plan
 from .llama import is_tutorial_llama, llama_plan

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..norm import Norm2D
-from ..styles import Colwise2D
+from ..styles.linear import Colwise2D
+from ..styles.norm import Norm2D
 from .losses import LossOfLabels
 from .parts import Parts, Plan, inner_prefix
 

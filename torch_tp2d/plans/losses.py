@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base import GridStyle, Runner
-from ..grid import Grid
 from ..loss import cross_entropy
+from ..mesh.grid import Grid
+from ..styles.base import GridStyle, Runner
 
 __all__ = ["LossFunction", "LossOfLabels", "causal_lm_loss"]
 

@@ -12,12 +12,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from ..attention import Attention2D, attention_projections
-from ..grid import check_mesh
-from ..layouts import TP_COL, check_row_dim
-from ..lift import Lifted
-from ..replicate import Replicate
-from ..styles import Colwise2D, Rowwise2D
+from ..mesh.grid import check_mesh
+from ..mesh.layouts import TP_COL, check_row_dim
+from ..styles.attention import Attention2D, attention_projections
+from ..styles.lifted import Lifted
+from ..styles.linear import Colwise2D, Rowwise2D
+from ..styles.replicated import Replicate
 
 __all__ = ["AttentionParts", "Parts", "Plan", "first_layer", "inner_prefix"]
 

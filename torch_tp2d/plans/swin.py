@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ..grid import describe_mesh
-from ..local import Local2D
 from ..loss import cross_entropy
-from ..styles import Colwise2D, Rowwise2D
+from ..mesh.grid import describe_mesh
+from ..styles.linear import Colwise2D, Rowwise2D
+from ..styles.local import Local2D
 from .losses import LossFunction
 from .parts import Parts, Plan, inner_prefix
 

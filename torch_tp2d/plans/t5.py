@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ..attention import Attention2D
-from ..base import GridStyle, Runner, local_shards
-from ..grid import Grid, check_mesh, describe_mesh
-from ..layouts import TP_COL, Layout
-from ..recognise import describe_module, is_embedding
-from ..replicate import SumGrads
+from ..mesh.grid import Grid, check_mesh, describe_mesh
+from ..mesh.layouts import TP_COL, Layout
+from ..styles.attention import Attention2D
+from ..styles.base import GridStyle, Runner, local_shards
+from ..styles.module_kinds import describe_module, is_embedding
+from ..styles.replicated import SumGrads
 from .losses import LossOfLabels
 from .parts import Parts, Plan
 

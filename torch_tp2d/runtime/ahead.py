@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..comm import Pending
 from .context import Context, in_backward, selective_region, versions
-from .late import Backward
+from .late import Backward, backward_of
 
 __all__ = ["AHEAD", "GATHERED_AHEAD", "Forward", "Pass", "Ready", "Regather", "take_up"]
 
@@ -268,19 +268,24 @@ class Forward:
         if ended.ran != self._order:
             self._order, self._crossed = ended.ran, _crossings(module, ended.ran)
         self._selective = ended.selective
-        self._restore_tokens_in_backward(output)
+        self._restore_in_backward(output)
 
-    def _restore_tokens_in_backward(self, output: Any) -> None:
+    def _restore_in_backward(self, output: Any) -> None:
         """Modules that checkpointing runs again work on the tokens of this forward.
 
         Another forward, of a batch of another size, may have been run by then.
         """
         context, tokens = self.context, self.context.tokens
-        if tokens is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
 
         def restore(grad: Tensor) -> None:
-            context.tokens = tokens
+            if tokens is not None:
+                context.tokens = tokens
+            backward = backward_of(context)
+            if not backward.of_pass:
+                backward.of_pass = True
+                backward.at_end.append(context.forget)
 
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:

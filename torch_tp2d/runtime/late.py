@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..comm import Axis, Pending, all_reduce
-from .context import Context
+from .context import Context, in_backward
 from .deferred import Later, undeferred
 
-__all__ = ["Backward", "Owed", "backward_of", "summed"]
+__all__ = ["Backward", "Owed", "backward_of", "of_pass", "summed"]
 
 
 class Owed:
@@ -67,6 +67,8 @@ class Backward:
         self.owed: list[Owed] = []
         self.at_end: list[Callable[[], None]] = []
         """Called when it is over: what was started and nobody took is awaited then."""
+        self.of_pass = False
+        """Whether it is of a forward that began and ended a :class:`~.ahead.Pass`."""
 
     def compute_owed(self) -> None:
         """Compute all that is owed: best between starting a transfer and waiting for it."""
@@ -102,6 +104,16 @@ def backward_of(context: Context) -> Backward:
 
         Variable._execution_engine.queue_callback(close)  # type: ignore[attr-defined]
     return found
+
+
+def of_pass(context: Context) -> bool:
+    """Whether a :class:`~.ahead.Pass` runs, or checkpointing runs a part of one again.
+
+    What is shared within a pass has to be shared again, or the two would not do the same.
+    """
+    if in_backward():
+        return backward_of(context).of_pass
+    return context.running is not None
 
 
 def summed(

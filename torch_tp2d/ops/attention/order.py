@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layouts import chunk_sizes
+from ...mesh.layouts import chunk_sizes
 
 __all__ = ["Order", "Part", "balanced_order"]
 

@@ -3,8 +3,8 @@
 Every rank multiplies all the tokens, in the features of its own block of the weight, by that
 block. The products add up along the axis that splits the features in: ``tp_row`` for Colwise2D and
 Block2DParallel, ``tp_col`` for Rowwise2D. What gathers the tokens and sums the products is a change
-of layout on either side (:mod:`torch_tp2d.edges`), so nothing here communicates but the bias's
-gradient, and what crosses the wire is in proportion to the tokens alone.
+of layout on either side, so nothing here communicates but the bias's gradient, and what crosses the
+wire is in proportion to the tokens alone.
 """
 
 from __future__ import annotations

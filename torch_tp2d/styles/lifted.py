@@ -19,16 +19,17 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comm import all_gather
+from ..mesh.grid import Axes, Grid, describe_mesh
+from ..mesh.layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
 from .base import GridStyle, Runner
-from .comm import all_gather
+from .boundary import gather_for_module, to_dtensor
 from .dropout import OTHER_KINDS, Dropout2D
-from .edges import gather_for_module, to_dtensor
-from .grid import Axes, Grid, describe_mesh
-from .layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
-from .recognise import describe_module
-from .replicate import WholeRunner
-from .styles import Colwise2D, Rowwise2D
+from .linear import Colwise2D, Rowwise2D
+from .module_kinds import describe_module
+from .replicated import WholeRunner
 
 __all__ = ["Lifted"]
 
@@ -357,10 +358,12 @@ class _InputHook(_Hook):
         values = [x for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
         if self.use_local or self.grid.row.size == 1 or not values:
             return
-        digests = torch.stack([_digest(x) for x in values])
-        for axis in (self.grid.row, self.grid.col):
-            one = digests.shape[0]
-            digests = all_gather(digests, 0, (one,) * axis.size, axis).wait()
+        # Selective checkpointing is not to see it: it does not happen again in backward.
+        with _disable_current_modes():
+            digests = torch.stack([_digest(x) for x in values])
+            for axis in (self.grid.row, self.grid.col):
+                one = digests.shape[0]
+                digests = all_gather(digests, 0, (one,) * axis.size, axis).wait()
         first, *others = digests.view(-1, len(values), digests.shape[1]).unbind()
         for index, value in enumerate(values):
             if any(not torch.equal(other[index], first[index]) for other in others):

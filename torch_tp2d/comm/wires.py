@@ -14,6 +14,8 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from .groups import gather_facts
 
-__all__ = ["Message", "Wires"]
+__all__ = ["Message", "Wires", "name_ranks"]
 
 Message = dict[str, Any]
 """What is sent: JSON."""
@@ -207,3 +209,14 @@ def _address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as some:
         answer = fcntl.ioctl(some, get_address, struct.pack("256s", interface[:15].encode()))
     return socket.inet_ntoa(answer[20:24])
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``, for messages."""
+    ordered = sorted(ranks)
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ordered), lambda at: at[1] - at[0])
+    ]
+    named = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(named)}"

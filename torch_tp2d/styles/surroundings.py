@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .grid import Axes, Grid
-from .layouts import TP_COL, Layout
+from ..mesh.grid import Axes, Grid
+from ..mesh.layouts import TP_COL, Layout
 
 __all__ = ["UNKNOWN", "Surroundings", "is_of_features"]
 

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..mesh.grid import Grid
+from ..mesh.layouts import Layout, as_layout
+from ..ops.embedding import embedding2d
+from ..ops.patches import patches
 from .base import LayoutLike, Runner, check_dims, local_shards
-from .edges import enter, leave, to_dtensor
-from .grid import Grid
-from .layouts import Layout, as_layout
-from .ops.embedding import embedding2d
-from .ops.patches import patches
+from .boundary import enter, leave, to_dtensor
 
 if TYPE_CHECKING:
-    from .styles import _MatmulStyle
+    from .linear import _MatmulStyle
 
 __all__ = ["EmbeddingRunner"]
 

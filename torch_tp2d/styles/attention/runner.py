@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
+from ...mesh.grid import Grid, describe_mesh
 from ..base import Runner
 from ..dropout import Masks
-from ..grid import Grid, describe_mesh
 from ..intercept import Intercept
-from ..recognise import describe_module
+from ..module_kinds import describe_module
 from .call import Call
 from .tokens import Tokens
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..edges import to_dtensor
-from ..grid import Grid
-from ..layouts import Layout, normalize
-from ..ops.attention import Heads, Order, Spec, check_groups, gathered, ring, two_phase
+from ...mesh.grid import Grid
+from ...mesh.layouts import Layout, normalize
+from ...ops.attention import Heads, Order, Spec, check_groups, gathered, ring, two_phase
+from ..boundary import to_dtensor
 
 __all__ = ["ACROSS", "SEQUENCE", "attention2d", "two_phase_on"]
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .grid import Grid, describe_mesh
-from .groups import gather_facts, inherit_timeout
+from ..comm.groups import gather_facts, inherit_timeout
+from ..comm.wires import name_ranks
+from ..mesh.grid import Grid, describe_mesh
 
-__all__ = ["Fact", "name_ranks", "on_all_ranks"]
+__all__ = ["Fact", "on_all_ranks"]
 
 Fact = tuple[str, str]
 """What it is about, and what holds for it on this rank: both for messages."""
@@ -36,7 +35,7 @@ def on_all_ranks(mesh: DeviceMesh) -> Iterator[list[Fact]]:
     Nothing is compared on one rank, nor where nothing is sent (a fake process group).
 
     Args:
-        mesh: a mesh that :func:`~torch_tp2d.grid.check_mesh` has passed.
+        mesh: a mesh that :func:`~torch_tp2d.mesh.grid.check_mesh` has passed.
 
     Yields:
         A list to which the body adds the facts that have to be the same on every rank.
@@ -112,7 +111,7 @@ def _of_all_ranks(x: Tensor, grid: Grid) -> Tensor:
     """Every rank's ``x`` (one dim, of the same length everywhere), row by row of the mesh."""
     for axis in (grid.col, grid.row):
         if axis.size > 1:
-            x = gather_facts(x, _resolve_process_group(axis.group))  # type: ignore[arg-type]
+            x = gather_facts(x, axis.process_group)
     return x
 
 
@@ -149,14 +148,3 @@ def _have(ranks: str) -> str:
 
 def _a(about: str) -> str:
     return f"{'an' if about[0] in 'aeiou' else 'a'} {about}"
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``, for messages."""
-    ordered = sorted(ranks)
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ordered), lambda at: at[1] - at[0])
-    ]
-    named = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(named)}"

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..comm import move
+from ...comm import move
+from ...mesh.grid import describe_mesh
+from ...ops.attention import Heads, Order, Spec, gathered, ring
+from ...ops.attention.block import attend_to_all, spread
+from ...ops.dropout import drop, dropped
 from ..dropout import next_key
-from ..grid import describe_mesh
-from ..ops.attention import Heads, Order, Spec, gathered, ring
-from ..ops.attention.block import attend_to_all, spread
-from ..ops.dropout import drop, dropped
-from ..recognise import describe_module
+from ..module_kinds import describe_module
 from .blocks import SEQUENCE, two_phase_on
 from .tokens import Tokens
 

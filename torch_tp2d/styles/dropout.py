@@ -10,16 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comm import Axis, all_gather
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import Layout, as_layout, check_row_dim, normalize
+from ..ops.attention.block import attend_to_all
+from ..ops.dropout import draw_key, drop, dropped
+from ..runtime.context import in_backward
 from .base import GridStyle, LayoutLike, Runner
-from .comm import Axis, all_gather
-from .edges import to_dtensor
-from .grid import Grid, describe_mesh
+from .boundary import to_dtensor
 from .intercept import Intercept
-from .layouts import Layout, as_layout, check_row_dim, normalize
-from .ops.attention.block import attend_to_all
-from .ops.dropout import draw_key, drop, dropped
-from .recognise import describe_module
+from .module_kinds import describe_module
 from .surroundings import UNKNOWN, Surroundings, is_of_features
 
 __all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]
@@ -48,14 +50,18 @@ def next_key(grid: Grid) -> Tensor:
         ValueError: if it is not.
     """
     key = draw_key()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or in_backward():
+        # What checkpointing runs again draws again what was counted and checked in forward.
         return key
     count = grid.context.keys_drawn = grid.context.keys_drawn + 1
     if count & (count - 1) == 0:
-        keys = key.view(1).to(grid.mesh.device_type)
-        for axis in (grid.col, grid.row):
-            keys = all_gather(keys, 0, (keys.numel(),) * axis.size, axis).wait()
-        if (keys != keys[0]).any():
+        # Selective checkpointing is not to see it: it does not happen again in backward.
+        with _disable_current_modes():
+            keys = key.view(1).to(grid.mesh.device_type)
+            for axis in (grid.col, grid.row):
+                keys = all_gather(keys, 0, (keys.numel(),) * axis.size, axis).wait()
+            differ = bool((keys != keys[0]).any())
+        if differ:
             raise ValueError(
                 f"torch's random generators differ between the ranks of the mesh "
                 f"{describe_mesh(grid.mesh)}, so copies of one token would get different dropout "

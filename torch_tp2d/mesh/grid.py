@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .comm import Axis, Pending, all_gather, link_of, move
-from .groups import is_gloo, own_group
+from ..comm import Axis, Pending, all_gather, link_of, move
+from ..comm.groups import is_gloo, own_group
+from ..runtime.context import Sizes, context_of
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
-from .recognise import describe_module
-from .runtime.context import Sizes, context_of
 
 __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh"]
 
@@ -197,7 +196,7 @@ class Grid:
         if layout is None or axes == self.axes:
             return layout
         row, col = _on_mesh(normalize(layout, x.ndim), axes)
-        if isinstance(row, Shard) and row == col:
+        if isinstance(row, Shard) and row == col and TP_ROW in (axes, self.axes):
             return None  # The shards of one axis inside those of the other.
         if self.axes == TP_COL:
             return row, col
@@ -205,15 +204,14 @@ class Grid:
             return col, row
         return (Replicate(), col) if row == col else None
 
-    def check_handed(self, x: Tensor, declared: Layout, module: nn.Module) -> None:
-        """Refuse a local tensor that a style has handed out in another layout than is declared.
+    def misfit(self, x: Tensor, declared: Layout) -> tuple[Layout, Layout] | None:
+        """Where a style has handed out a local tensor in another layout than is declared: both.
 
-        Raises:
-            ValueError: if it is; every rank sees the same.
+        Every rank sees the same.
         """
         _, handed, axes = getattr(x, "_tp2d_handed", (None, None, None))
         if handed is None:
-            return
+            return None
         handed, declared = (
             _on_mesh(normalize(layout, x.ndim), of)
             for layout, of in ((handed, axes), (declared, self.axes))
@@ -223,14 +221,7 @@ class Grid:
         # By axes that take turns one of the two splits the other's shards.
         nested = isinstance(handed[0], Shard) and handed[0] == handed[1]
         turned = nested and 1 not in self.mesh.shape and TP_ROW in (axes, self.axes)
-        if differs or (turned and axes != self.axes):
-            raise ValueError(
-                f"{describe_module(module)} on mesh {describe_mesh(self.mesh)} takes a local "
-                f"tensor in layout {declared}, but the module before it hands on one of shape "
-                f"{tuple(x.shape)} in layout {handed}: give one of them the other's input_layouts "
-                f"or output_layouts (PrepareModuleInput gathers for several), or hand on a "
-                f"DTensor, which knows its own: use_local_output=False"
-            )
+        return (handed, declared) if differs or (turned and axes != self.axes) else None
 
     def tokens_of(self, x: Tensor) -> Sizes | None:
         """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way."""
@@ -318,7 +309,9 @@ class Grid:
             return x
         return self._hand(x.narrow(dim, 0, 0), self.sizes_of(x), layout)
 
-    def with_stand_in(self, x: Tensor, layout: Layout, sizes: Sizes | None) -> Tensor:
+    def with_stand_in(
+        self, x: Tensor, layout: Layout, sizes: Sizes | None, *, given: Tensor | None = None
+    ) -> Tensor:
         """A local tensor for the user's code between two styles.
 
         A row without tokens is given one of zeros: a batch of 3 leaves the last of 4 rows without
@@ -328,12 +321,15 @@ class Grid:
         Args:
             sizes: global sizes of all dims but the last, where they are certain. A style that is
                 given this very tensor finds them with it.
+            given: what ``x`` was made of. If that is local and holds no token, none stands in for
+                them here either: it came from a style on other axes, which takes none away.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
         known = self.tokens_of(x) if sizes is None else sizes
         dim = self._empty_here(known, x.ndim, layout)
-        if dim is not None and not x.shape[dim]:
+        came_empty = given is not None and not isinstance(given, DTensor) and not given.numel()
+        if dim is not None and not x.shape[dim] and not came_empty:
             shape = list(x.shape)
             shape[dim] = 1
             x = torch.cat([x, x.new_zeros(shape)], dim)

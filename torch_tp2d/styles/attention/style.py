@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from ...comm import Axis
+from ...mesh.grid import Grid
+from ...mesh.layouts import as_layout, check_row_dim, row_layout
+from ...ops.attention import Heads, check_groups
 from ..base import GridStyle, LayoutLike, Runner
-from ..comm import Axis
-from ..grid import Grid
-from ..layouts import as_layout, check_row_dim, row_layout
-from ..ops.attention import Heads, check_groups
-from ..recognise import HEADS, KEY_HEADS, describe_module, head_counts
+from ..module_kinds import HEADS, KEY_HEADS, describe_module, head_counts
 from .blocks import ACROSS
 from .runner import AttentionRunner
 

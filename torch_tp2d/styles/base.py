@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from . import debug
-from .grid import Axes, Grid, describe_mesh
-from .layouts import TP_COL, Layout, normalize
-from .recognise import describe_module
-from .runtime.deferred import undeferred
+from .. import debug
+from ..mesh.grid import Axes, Grid, describe_mesh
+from ..mesh.layouts import TP_COL, Layout, normalize
+from ..runtime.deferred import undeferred
+from .module_kinds import describe_module
 
 __all__ = [
     "FEATURES",

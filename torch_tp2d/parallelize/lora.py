@@ -16,13 +16,13 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .base import GridStyle
-from .dropout import Dropout2D
-from .layouts import STATIONARY, Layout
-from .lift import Lifted
-from .recognise import describe_module
-from .replicate import Replicate
-from .styles import Block2DParallel, Colwise2D, Rowwise2D
+from ..mesh.layouts import STATIONARY, Layout
+from ..styles.base import GridStyle
+from ..styles.dropout import Dropout2D
+from ..styles.lifted import Lifted
+from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
+from ..styles.module_kinds import describe_module
+from ..styles.replicated import Replicate
 
 __all__ = ["is_adapted", "parts"]
 

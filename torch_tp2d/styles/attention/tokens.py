@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..edges import gather_for_module
-from ..grid import describe_mesh
-from ..layouts import Layout, normalize
-from ..recognise import describe_module
+from ...mesh.grid import describe_mesh
+from ...mesh.layouts import Layout, normalize
+from ..boundary import gather_for_module
+from ..module_kinds import describe_module
 from .flex import Share, own_blocks
 
 if TYPE_CHECKING:

@@ -10,10 +10,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .grid import Grid, describe_mesh
-from .lift import Lifted
-from .recognise import HEAD_SIZES, HEADS, describe_module, head_counts, is_conv1d, is_linear
-from .styles import Block2DParallel, Colwise2D, Rowwise2D
+from ..mesh.grid import Grid, describe_mesh
+from ..styles.lifted import Lifted
+from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
+from ..styles.module_kinds import (
+    HEAD_SIZES,
+    HEADS,
+    describe_module,
+    head_counts,
+    is_conv1d,
+    is_linear,
+)
 
 __all__ = ["check_fused"]
 

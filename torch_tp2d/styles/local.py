@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import Layout, as_layout, normalize, row_layout
 from .base import GridStyle, LayoutLike, Runner
-from .edges import to_dtensor
-from .grid import Grid, describe_mesh
-from .layouts import Layout, as_layout, normalize, row_layout
-from .recognise import describe_module
-from .replicate import run_locally
+from .boundary import to_dtensor
+from .module_kinds import describe_module
+from .replicated import run_locally
 from .surroundings import UNKNOWN
 
 __all__ = ["Local2D"]

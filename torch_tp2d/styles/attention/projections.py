@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ...comm import Axis
+from ...ops.attention import Heads, check_groups
 from ..base import LayoutLike
-from ..comm import Axis
-from ..ops.attention import Heads, check_groups
-from ..styles import Colwise2D, Rowwise2D
+from ..linear import Colwise2D, Rowwise2D
 
 __all__ = ["Projections", "attention_projections"]
 

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .comm import all_gather
-from .grid import Grid, Sizes, describe_mesh
-from .layouts import Layout, normalize, reduced
-from .ops.matmul import Shards
-from .ops.matmul.inputs import Shared, gather
-from .recognise import describe_module
-from .runtime.context import in_backward, selective_region
-from .runtime.deferred import Gathering, Transfer
+from ..comm import all_gather
+from ..comm.groups import gather_facts
+from ..mesh.grid import Grid, Sizes, describe_mesh
+from ..mesh.layouts import Layout, normalize, reduced
+from ..ops.matmul import Shards
+from ..ops.matmul.inputs import Shared, gather
+from ..runtime.context import in_backward
+from ..runtime.deferred import Gathering, Transfer
+from ..runtime.late import of_pass
+from .module_kinds import describe_module
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
 
@@ -139,7 +142,7 @@ def _entered(
         else:
             x = x.to_local()
     else:
-        grid.check_handed(x, declared, module)
+        check_handed(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     if declared == wanted:
@@ -163,7 +166,7 @@ def _entered(
         # What is kept for a leaf refers back to it, through the node that collects its gradient.
         and not (given.is_leaf and given.requires_grad)
         # A buffer may be filled anew in ways that torch does not see, once the model has run.
-        and not (given.is_leaf and grid.context.running is None)
+        and not (given.is_leaf and not of_pass(grid.context))
     )
     key = grid.col.group, declared, wanted
     if shares:
@@ -203,6 +206,24 @@ def _shards(
     return Shards(col.dim, grid.col.split(extent), grid.col)
 
 
+def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> None:
+    """Refuse a local tensor that a style has handed out in another layout than is declared.
+
+    Raises:
+        ValueError: if it is, on every rank.
+    """
+    misfit = grid.misfit(x, declared)
+    if misfit is not None:
+        handed, wanted = misfit
+        raise ValueError(
+            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
+            f"layout {wanted}, but the module before it hands on one of shape {tuple(x.shape)} in "
+            f"layout {handed}: give one of them the other's input_layouts or output_layouts "
+            f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
+            f"use_local_output=False"
+        )
+
+
 def refuse_one_input_for_all_rows(
     x: Tensor, declared: Layout, module: nn.Module, grid: Grid
 ) -> None:
@@ -220,21 +241,11 @@ def refuse_one_input_for_all_rows(
         return
     if torch.compiler.is_compiling() or in_backward() or module in grid.context.compared:
         return
-    if selective_region() is not None:
-        # What is sent there has to be sent again in backward.
-        return
     grid.context.compared.add(module)
-    bits = x.detach().contiguous().view(torch.uint8).flatten()
-    place = torch.arange(1, bits.numel() + 1, device=x.device)
-    mine = torch.stack(
-        [torch.tensor(x.numel(), device=x.device), bits.long().sum(), (bits.long() * place).sum()]
-    )
-    rows = all_gather(mine[None], 0, (1,) * grid.row.size, grid.row).wait()
-    varied = x.numel() > 0 and bool((x != x.flatten()[0]).any())
-    verdict = torch.tensor([[bool((rows == rows[0]).all()), varied]], device=x.device)
-    # All ranks raise, or none.
-    same, varied = all_gather(verdict, 0, (1,) * grid.col.size, grid.col).wait().T.tolist()
-    if all(same) and any(varied):
+    # Selective checkpointing is not to see it: it does not happen again in backward.
+    with _disable_current_modes():
+        alike = _alike_on_all_rows(x, grid)
+    if alike:
         raise ValueError(
             f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} was given one and the "
             f"same local tensor, {tuple(x.shape)}, on every row, but in layout {declared} each row "
@@ -243,6 +254,19 @@ def refuse_one_input_for_all_rows(
             f"(distribute_tensor(x, mesh, {declared})). If the rows' parts are alike on purpose, "
             f"say so by a pair: input_layouts={declared}"
         )
+
+
+def _alike_on_all_rows(x: Tensor, grid: Grid) -> bool:
+    """Whether all rows hold the same, and not one number throughout. Every rank gets one answer."""
+    bits = x.detach().contiguous().view(torch.uint8).flatten()
+    place = torch.arange(1, bits.numel() + 1, device=x.device)
+    varied = (x != x.flatten()[:1].view([1] * x.ndim)).any() if x.numel() else bits.any()
+    facts = torch.stack([bits.long().sum(), (bits.long() * place).sum(), varied.long()])
+    for axis in (grid.col, grid.row):
+        if axis.size > 1:
+            facts = gather_facts(facts, axis.process_group)
+    rows = facts.view(grid.row.size, grid.col.size, 3)
+    return bool((rows == rows[0]).all() & (rows[..., 2] != 0).any())
 
 
 class _Attach(torch.autograd.Function):

@@ -1,7 +1,4 @@
-"""The matmul styles: which layouts a module takes and gives, and which op computes it.
-
-What every style is made of (:mod:`torch_tp2d.base`) and :class:`Norm2D` can be had from here too.
-"""
+"""The matmul styles: which layouts a module takes and gives, and which op computes it."""
 
 from __future__ import annotations
 
@@ -14,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from . import layouts
+from ..comm import deal_grad
+from ..mesh import layouts
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
+from ..ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d, stationary
+from ..ops.matmul.call import low_precision
+from ..ops.matmul.pipelined import late
+from ..planner.choice import LinearCase, choose_algorithm, choose_dataflow
+from ..planner.rates import Rates, measured
+from ..runtime.ahead import Ready, take_up
+from ..runtime.context import Sizes, Watched
 from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards, values_of
-from .comm import deal_grad
-from .edges import enter, leave
+from .boundary import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
-from .grid import Grid, describe_mesh
-from .layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
+from .module_kinds import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
 from .norm import Norm2D
-from .ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d, stationary
-from .ops.matmul.call import low_precision
-from .ops.matmul.pipelined import late
-from .planner.choice import LinearCase, choose_algorithm, choose_dataflow
-from .planner.rates import Rates, measured
-from .recognise import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
-from .runtime.ahead import Ready, take_up
-from .runtime.context import Sizes, Watched
 
 __all__ = [
     "Block2DParallel",

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
+from ..mesh.grid import Grid
+from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
+from ..ops.norm import norm2d
+from ..runtime.ahead import Ready, take_up
 from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards
-from .edges import enter, leave
-from .grid import Grid
-from .layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
-from .ops.norm import norm2d
-from .recognise import norm_of
-from .runtime.ahead import Ready, take_up
+from .boundary import enter, leave
+from .module_kinds import norm_of
 
 __all__ = ["Norm2D"]
 

@@ -13,16 +13,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..comm import Axis
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
+from ..runtime.ahead import Ready, take_up
+from ..runtime.context import Context
+from ..runtime.late import summed
 from .base import GridStyle, LayoutLike, Runner, local_shards
-from .comm import Axis
-from .edges import refuse_one_input_for_all_rows, to_dtensor
+from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner
-from .grid import Grid, describe_mesh
-from .layouts import Layout, as_layout, check_row_dim, is_pair, normalize
-from .recognise import describe_module, is_embedding
-from .runtime.ahead import Ready, take_up
-from .runtime.context import Context
-from .runtime.late import summed
+from .module_kinds import describe_module, is_embedding
 from .surroundings import UNKNOWN, Surroundings
 
 __all__ = ["Replicate", "SumGrads", "WholeRunner", "run_locally"]
@@ -178,7 +178,7 @@ class WholeRunner(Runner):
             if declared is None:
                 declared = self.grid.handed(x)
             else:
-                self.grid.check_handed(x, declared, module)
+                check_handed(x, declared, module, self.grid)
             if declared is None:
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
@@ -190,7 +190,7 @@ class WholeRunner(Runner):
                 sizes = shape()[:-1]
                 self._compare_rows(module, given, declared)
                 if use_local:
-                    return self.grid.with_stand_in(y, declared, sizes)
+                    return self.grid.with_stand_in(y, declared, sizes, given=given)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             x = to_dtensor(x, declared, self.grid)
             self._compare_rows(module, given, declared)
@@ -231,7 +231,7 @@ class WholeRunner(Runner):
             return y
         layout = self.grid.layout(y, self.row_dim)
         local = y.to_local(grad_placements=self._grad_placements(given, layout))
-        return self.grid.with_stand_in(local, layout, self.grid.sizes_of(y))
+        return self.grid.with_stand_in(local, layout, self.grid.sizes_of(y), given=given)
 
     def _grad_placements(self, given: Tensor, layout: Layout) -> tuple[Placement, Placement] | None:
         """Of a local output, where its gradients are shares though it is whole."""

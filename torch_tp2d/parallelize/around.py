@@ -1,0 +1,98 @@
+"""What a plan says of the tensors around a module, for the styles that have to know."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed.tensor as dt
+
+from ..styles.attention import Attention2D
+from ..styles.dropout import Dropout2D, DropoutInside
+from ..styles.lifted import Lifted
+from ..styles.linear import Colwise2D, Rowwise2D
+from ..styles.local import Local2D
+from ..styles.module_kinds import is_conv1d, is_embedding, is_linear
+from ..styles.replicated import Replicate
+from ..styles.surroundings import Surroundings, is_of_features
+from .resolve import LINEAR_STYLES, Entry, features_of, nearest, out_features_of
+
+
+def with_surroundings(entries: list[Entry]) -> list[Entry]:
+    """Tell each style that has to know what the plan says of the tensors around its module."""
+    beside = defaultdict(list)
+    giving = set()
+    for entry in entries:
+        style = unlifted(entry)
+        if isinstance(style, Colwise2D) and not style.use_local_output:
+            giving.add(id(entry.module))
+        sharded = isinstance(style, LINEAR_STYLES) and style.use_local_output
+        if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
+            width = out_features_of(entry.module)
+            beside[id(entry.parent)].append((width, style.output_layouts[1]))
+    told = []
+    for entry in entries:
+        if isinstance(entry.style, Dropout2D | DropoutInside | Local2D | Replicate):
+            # A copy: one plan entry may name modules in several places.
+            style = copy.copy(entry.style)
+            style.surroundings = _surroundings(entry.name, entries)
+            if isinstance(style, Dropout2D | DropoutInside):
+                style.beside = [*style.beside, *beside[id(entry.parent)]]
+            entry = entry._replace(style=style)
+        elif isinstance(entry.style, Lifted):
+            entry = entry._replace(style=entry.style.beside(giving))
+        told.append(entry)
+    return told
+
+
+def unlifted(entry: Entry) -> Any:
+    return entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+
+
+def _surroundings(name: str, entries: list[Entry]) -> Surroundings:
+    """What the entries of a plan say of the tensors that reach the module of this name."""
+    parts = name.split(".")
+    around = [".".join(parts[:depth]) for depth in range(len(parts))]
+    split, streams, inputs, widths, in_attention = [], set(), set(), set(), False
+    for entry in entries:
+        style, module = unlifted(entry), entry.module
+        if isinstance(style, Attention2D):
+            in_attention |= entry.name in around
+        if not isinstance(style, LINEAR_STYLES):
+            continue
+        takes, gives = style.input_layouts[1], style.output_layouts[1]
+        if is_embedding(module):
+            widths.add(int(module.weight.shape[1]))
+            streams |= {gives} & _STREAMS
+        elif is_linear(module) or is_conv1d(module):
+            in_features, out_features = features_of(module)
+            if not is_of_features(takes):
+                widths.add(in_features)
+                inputs |= {takes} & _STREAMS
+            if isinstance(style, Rowwise2D) and not is_of_features(gives):
+                widths.add(out_features)
+                streams |= {gives} & _STREAMS
+            shares = style.grad_layouts is not None and style.grad_layouts[1].is_partial()
+            beside = entry.name.rpartition(".")[0] in around[-2:]
+            if beside and style.use_local_output and (is_of_features(gives) or shares):
+                split.append(entry.name)
+    prepared = [placement for above in reversed(around) for placement in _prepared(above, entries)]
+    found = prepared[:1] or list(streams or inputs)
+    stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
+    linear = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
+    axes = frozenset(unlifted(entry).axes for entry in nearest(name, linear))
+    return Surroundings(stream, frozenset(widths), tuple(split), in_attention, axes)
+
+
+_STREAMS = {dt.Shard(1), dt.Replicate()}
+
+
+def _prepared(name: str, entries: list[Entry]) -> Iterator[Any]:
+    """How an entry for the module of this name has its first input prepared, if one does."""
+    for entry in entries:
+        inputs = getattr(unlifted(entry), "inputs", None) if entry.name == name else None
+        if inputs is not None:
+            given = (*(inputs.args or ()), *inputs.kwargs.values())
+            yield from [one.want[1] for one in given if one is not None][:1]

@@ -1,0 +1,172 @@
+"""Every mistake in a plan that can be found before anything is changed or sent."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch.distributed.tensor as dt
+from torch import nn
+from torch.distributed._composable.contract import STATE_KEY as _COMPOSED
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .. import debug
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import normalize
+from ..planner.rates import assumed
+from ..styles.base import GridStyle, tied_message
+from ..styles.lifted import Lifted
+from ..styles.linear import Colwise2D
+from ..styles.module_kinds import HEAD_SIZES, describe_module, is_conv1d, is_linear
+from .agree import Fact
+from .resolve import Entry, is_hook, out_features_of
+
+
+def check_source(rank: int | None, mesh: DeviceMesh) -> None:
+    """Refuse a source that some axis does not have; torch's scatter may leave ranks waiting."""
+    if rank is None:
+        return
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"src_data_rank is an int or None, not {rank!r}")
+    count = min((size for size in mesh.shape if size > 1), default=1)
+    if not 0 <= rank < count:
+        raise ValueError(
+            f"src_data_rank is the index along each axis of the rank whose values are taken: on "
+            f"mesh {describe_mesh(mesh)} from 0 to {count - 1}, not {rank}"
+        )
+
+
+def facts_of(
+    module: nn.Module, mesh: DeviceMesh, entries: list[Entry], src_data_rank: int | None
+) -> list[Fact]:
+    """What decides which collectives a rank runs, from here to the end of training."""
+    from .. import __version__  # here, as the package imports this module first
+
+    named = [
+        ("version of torch_tp2d", __version__),
+        ("mesh", f"{describe_mesh(mesh)} of ranks {mesh.mesh.tolist()}"),
+        ("src_data_rank", repr(src_data_rank)),
+        ("planner.assume()", assumed()),
+        ("debug mode", "on" if debug.is_on() else "off"),
+    ]
+    named += [(f"entry for {entry.name!r}", _described(entry.style)) for entry in entries]
+    for name, param in module.named_parameters():
+        kind = "" if param.requires_grad else ", frozen"
+        placed = f" placed {param.placements}" if isinstance(param, DTensor) else ""
+        where = "meta " if param.is_meta else ""
+        text = f"{where}{tuple(param.shape)} {param.dtype}{placed}{kind}"
+        named.append((f"parameter {name!r}", text))
+    return named
+
+
+def _described(style: ParallelStyle) -> str:
+    """A style as every rank writes it: one of the user's own may print an address."""
+    kind = type(style)
+    if kind.__module__.partition(".")[0] not in ("torch", __package__):
+        return kind.__qualname__
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(style))
+
+
+_MEND = (
+    "parallelize the bare model first, then shard it over the data-parallel axis by "
+    "torch.distributed.fsdp.fully_shard(model, mesh=...), which takes DTensors"
+)
+
+
+def _data_parallel(module: nn.Module) -> str | None:
+    """The name of a data-parallel wrapper that keeps parameters of its own, if this is one.
+
+    Told by names, as importing FSDP1 takes time and nobody has one who has not imported it.
+    """
+    names = [kind.__name__ for kind in type(module).__mro__]
+    for name in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        if name in names:
+            return name
+    states = module.__dict__.get(_COMPOSED, {}).values()
+    if any(type(state).__module__ == "torch.distributed._composable.replicate" for state in states):
+        return "torch.distributed._composable.replicate"
+    return None
+
+
+def check_wrappers(root: nn.Module, entries: list[Entry]) -> None:
+    """Refuse modules whose gradients a wrapper of theirs is waiting for on other parameters.
+
+    DistributedDataParallel averages the gradients of the parameters that it was given. Those that
+    a plan puts in their place would not be averaged, without an error.
+    """
+    named = {id(entry.module) for entry in entries}
+    for name, module in root.named_modules():
+        wrapper = _data_parallel(module)
+        if wrapper is not None and any(id(inner) in named for inner in module.modules()):
+            where = repr(name) if name else "the module"
+            raise ValueError(
+                f"{where} is in {wrapper} already, which would go on with the parameters that it "
+                f"was given: {_MEND}"
+            )
+
+
+def check_entries(entries: list[Entry], mesh: DeviceMesh) -> None:
+    """Find every mistake that can be found before the first collective."""
+    placed: dict[int, tuple[Entry, tuple[Any, ...]]] = {}
+    styled: dict[int, Entry] = {}
+    for entry in entries:
+        style = entry.style
+        if not isinstance(style, GridStyle):
+            continue
+        where = f"{entry.name!r}" if entry.name else "the module itself"
+        try:
+            grid = Grid(mesh, style.axes)
+            style.check(entry.module, grid)
+            check_heads(entry, grid)
+            if not is_hook(style):
+                before = styled.setdefault(id(entry.module), entry)
+                if before is not entry:
+                    raise ValueError(
+                        f"both plan keys {before.key!r} and {entry.key!r} name this "
+                        f"{describe_module(entry.module)}: keep one of them"
+                    )
+            for owner, name, layout in style.param_layouts(entry.module):
+                param = getattr(owner, name)
+                wanted = tuple(grid.placements(normalize(layout, param.ndim)))
+                _, other = placed.setdefault(id(param), (entry, wanted))
+                if other != wanted:
+                    raise ValueError(tied_message(owner, name, wanted, other))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where} on mesh {describe_mesh(mesh)}: {error}") from None
+
+
+def check_heads(entry: Entry, grid: Grid) -> None:
+    """A projection into heads whose local output would split a head.
+
+    The module around it views its local output as ``[..., -1, head_dim]``: with half a head that
+    fails later, or mixes heads in silence.
+    """
+    style = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+    if not isinstance(style, Colwise2D) or not style.use_local_output or entry.parent is None:
+        return
+    if not (is_linear(entry.module) or is_conv1d(entry.module)):
+        return
+    if style.output_layouts[1] not in (dt.Shard(-1), dt.Shard(2)):
+        return
+    sizes = (getattr(entry.parent, name, None) for name in HEAD_SIZES)
+    head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    features = out_features_of(entry.module)
+    one = getattr(entry.parent, "split_size", None)
+    if isinstance(one, int) and features > one > 0 and features // one != style.parts:
+        raise ValueError(
+            f"{describe_module(entry.module)} is {features // one} projections of {one} features "
+            f"side by side, and its module splits its output into them: a plain shard would mix "
+            f"them up, give it parts={features // one}"
+        )
+    out = features // style.parts
+    if head is None or out % head:
+        return
+    if (out // head) % grid.col.size:
+        raise ValueError(
+            f"{describe_module(entry.module)} projects into {out // head} heads of {head}, which "
+            f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "
+            f"{grid.col.name} divides {out // head}, or the styles of attention_projections() with "
+            f"Attention2D, or use_local_output=False; if it projects out of heads, Block2DParallel"
+        )

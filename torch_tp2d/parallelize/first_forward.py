@@ -1,0 +1,139 @@
+"""What can be checked only when a model first runs: by then every part of a plan is applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.tensor as dt
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from ..mesh.grid import describe_mesh
+from ..styles.base import refuse_transforms
+from .check import _MEND, _data_parallel
+
+_LOCALIZED = "_st_info"
+"""On the plain tensors that DistributedDataParallel makes of DTensors, given a ``device_mesh``."""
+
+
+def _leaves_some_empty(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
+) -> bool:
+    """Whether some rank holds nothing of a tensor that is not empty itself."""
+    smallest = list(shape)
+    for placement, count in zip(placements, mesh.shape, strict=True):
+        if isinstance(placement, dt.Shard):
+            size = smallest[placement.dim]
+            smallest[placement.dim] = max(0, size - (count - 1) * -(-size // count))
+    return 0 in smallest and 0 not in shape
+
+
+class FirstForward:
+    """Checks a model once, when it first runs: by then every part of the plan has been applied."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        ties: list[list[tuple[str, nn.Module, str]]],
+        placed: list[tuple[str, str]],
+    ) -> None:
+        self.mesh = mesh
+        self.ties = ties
+        self.placed = placed
+
+    @classmethod
+    def watch(
+        cls, module: nn.Module, mesh: DeviceMesh, ties: list[list[tuple[str, nn.Module, str]]]
+    ) -> None:
+        for name, submodule in module.named_modules():
+            runner = submodule.__dict__.get("_tp2d")
+            if runner is not None:
+                runner.name = name
+        placed = [
+            (prefix, name)
+            for prefix, owner in module.named_modules()
+            for name, param in owner._parameters.items()
+            if isinstance(param, DTensor)
+        ]
+        module.register_forward_pre_hook(cls(mesh, ties, placed), prepend=True)
+
+    def __deepcopy__(self, memo: Any) -> FirstForward:
+        return self
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        refuse_transforms(module)
+        self._check_placed(module)
+        self._check_empty(module)
+        plain = [
+            f"{name} {tuple(param.shape)}"
+            for name, param in module.named_parameters()
+            if param.requires_grad and not isinstance(param, DTensor)
+        ]
+        if plain:
+            raise ValueError(
+                f"{type(module).__name__} on mesh {describe_mesh(self.mesh)}: no plan entry names "
+                f"the modules of {plain[:5]}{'...' if len(plain) > 5 else ''}, so they would be "
+                f"dense on every rank and their gradients wrong: name each with a style, "
+                f"torch_tp2d.Replicate() if it is to be whole on every rank, or freeze it"
+            )
+        for group in self.ties:
+            params = [owner._parameters[attribute] for _, owner, attribute in group]
+            if any(param is not params[0] for param in params):
+                names = [name for name, _, _ in group]
+                raise ValueError(
+                    f"{names} were one parameter when the plan was applied and no longer are "
+                    f"(to_empty() on a meta model unties them): tie them again, "
+                    f"{names[1]} = {names[0]}, before the optimizer is made"
+                )
+        for submodule in module.modules():
+            runner = submodule.__dict__.get("_tp2d")
+            if runner is not None:
+                runner.installed(submodule)
+        # All is well: the check has done its work, for this module though not for its copies.
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
+
+    def _check_empty(self, module: nn.Module) -> None:
+        """Refuse parameters of which FSDP2 is to reduce the gradients, and some rank holds none.
+
+        It raises there, in backward, and leaves the other ranks waiting.
+        """
+        names = (kind.__name__ for inner in module.modules() for kind in type(inner).__mro__)
+        if "FSDPModule" not in names:
+            return
+        for name, param in module.named_parameters():
+            if not isinstance(param, DTensor) or not param.requires_grad:
+                continue
+            if _leaves_some_empty(tuple(param.shape), param.placements[-2:], self.mesh):
+                raise ValueError(
+                    f"{name} of shape {tuple(param.shape)}, placed {param.placements[-2:]}, leaves "
+                    f"some ranks of mesh {describe_mesh(self.mesh)} without elements, which FSDP2 "
+                    f"does not take: use a larger size there, or fewer rows or columns"
+                )
+
+    def _check_placed(self, module: nn.Module) -> None:
+        """Refuse a model that DistributedDataParallel or FSDP1 has taken the DTensors out of."""
+        wrapper = _data_parallel(module)
+        for prefix, name in self.placed:
+            try:
+                owner = module.get_submodule(prefix)
+            except AttributeError:
+                continue  # Wrapped or replaced since.
+            param = owner._parameters.get(name)
+            # FSDP1 leaves a view of its own in the parameter's place.
+            hidden = param is None and isinstance(owner.__dict__.get(name), Tensor)
+            if wrapper is None and not hidden and not hasattr(param, _LOCALIZED):
+                continue
+            where = f"{prefix}.{name}" if prefix else name
+            raise ValueError(
+                f"{type(module).__name__} on mesh {describe_mesh(self.mesh)}: {where}, a DTensor "
+                f"when the plan was applied, is not the module's own parameter any more, as "
+                f"{wrapper or 'DistributedDataParallel(device_mesh=...) and FSDP1'} make it: "
+                f"{_MEND}"
+            )

@@ -1,0 +1,131 @@
+"""``parallelize_module``: a plan onto the mesh, checked as a whole before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed.tensor as dt
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..mesh.grid import check_mesh
+from ..runtime.ahead import Forward
+from ..runtime.context import context_of
+from ..styles.base import take_off_grid
+from ..styles.module_kinds import describe_module
+from ..styles.replicated import WholeRunner
+from .agree import on_all_ranks
+from .around import with_surroundings
+from .check import check_entries, check_source, check_wrappers, facts_of
+from .first_forward import FirstForward
+from .fused import check_fused
+from .resolve import Entry, entries_of, is_hook
+from .ties import tie_again, ties_of
+
+__all__ = ["parallelize_module"]
+
+Plan = ParallelStyle | dt.Replicate | Mapping[str, Any]
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """:func:`torch.distributed.tensor.parallel.parallelize_module` for a 2-D mesh.
+
+    The same call, which also takes unmodified stock styles in the plan (see :class:`Lifted`),
+    checks the whole plan on every rank before it changes or sends anything, keeps tied parameters
+    tied, and puts every parameter on the one mesh. Of what the plan does not name but stands
+    beside what it names, a module that holds only vectors (a norm) is replicated, as a stock plan
+    leaves it, and dropout drops what one device would drop (:class:`Dropout2D`). An entry for a
+    Linear that carries low-rank adapters of the ``peft`` library means the adapters too.
+
+    Args:
+        module: the model, or a part of it.
+        device_mesh: a mesh named ``("tp_row", "tp_col")``: ``mesh["tp_row", "tp_col"]`` of a larger
+            one. By default the mesh of the surrounding ``with mesh:``.
+        parallelize_plan: a style for ``module`` itself, or a dict from module names (with ``*``,
+            ``?`` and ``[]`` within a name; ``""`` is ``module``) to styles. The placement
+            ``Replicate()`` stands for the style :class:`torch_tp2d.Replicate`. A key for a module
+            that is None, as pruned for a pipeline stage, is passed over. None: nothing is done,
+            with a warning, as in stock.
+        src_data_rank: the index along each axis (of more than one rank) of the rank whose values
+            are taken; ``None``: each rank keeps its part of its own, without communication.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: for a plan, style or module of the wrong kind.
+        ValueError: for a mesh, a shape or an option that cannot work, for a key that matches no
+            module, and for a module in DistributedDataParallel or FSDP1.
+
+    Example::
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp_row", "tp_col"))
+        >>> parallelize_module(model, mesh, {
+        ...     "layers.*.attention.w[qkv]": Colwise2D(),
+        ...     "layers.*.attention.wo": Rowwise2D(output_layouts=Shard(1)),
+        ...     "layers.*.ffn_norm": SequenceParallel(),
+        ... })
+    """
+    mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    if parallelize_plan is None:
+        warnings.warn("no parallelize_plan is given, so nothing is parallelized", stacklevel=2)
+        return module
+    entries = checked_entries(module, mesh, parallelize_plan, src_data_rank)
+    ties = ties_of(module)
+    for entry in entries:
+        entry.style.src_data_rank = src_data_rank
+        entry.style._apply(entry.module, mesh)
+    tie_again(ties)
+    FirstForward.watch(module, mesh, ties)
+    Forward(context_of(mesh)).watch(module)
+    return module
+
+
+def checked_entries(
+    module: nn.Module, mesh: DeviceMesh, plan: Any, src_data_rank: int | None = None
+) -> list[Entry]:
+    """What is to be applied to which modules, with nothing of ``module``'s parameters changed."""
+    check_mesh(mesh)
+    with on_all_ranks(mesh) as facts:
+        check_source(src_data_rank, mesh)
+        entries = with_surroundings(entries_of(module, plan))
+        check_wrappers(module, entries)
+        facts += facts_of(module, mesh, entries, src_data_rank)
+    # Apart from the above: a check may make the groups of a grid, which takes all ranks.
+    with on_all_ranks(mesh):
+        for entry in entries:
+            _undo_default(entry)
+        check_entries(entries, mesh)
+        check_fused(module, [entry[1:] for entry in entries], mesh)
+    return entries
+
+
+def _undo_default(entry: Entry) -> None:
+    """Let a later plan entry restyle a module that an earlier call replicated by default."""
+    module = entry.module
+    runner = module.__dict__.get("_tp2d")
+    if runner is None or is_hook(entry.style):
+        return
+    if not runner.by_default:
+        raise ValueError(
+            f"{entry.name!r}: {describe_module(module)} has a style already "
+            f"({runner.style}): name it in one plan entry"
+        )
+    take_off_grid(module)
+    if not isinstance(runner, WholeRunner):
+        return
+    for owner in module.modules():
+        for name, param in list(owner.named_parameters(recurse=False)):
+            assert isinstance(param, DTensor)
+            plain = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+            owner.register_parameter(name, plain)

@@ -1,0 +1,35 @@
+"""Parameters that several modules share, and go on sharing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def ties_of(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """Groups of ``(name, owner, attribute)`` that share one parameter."""
+    owners = defaultdict(list)
+    for prefix, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners[id(param)].append((f"{prefix}.{name}" if prefix else name, module, name))
+    return [group for group in owners.values() if len(group) > 1]
+
+
+def tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
+    """Give a parent that holds a parameter of a module inside it, too, the placed one.
+
+    No plan entry can name it alone, and it leaves the use of the parameter to the module inside:
+    BERT's head holds its decoder's bias for the sake of its name in checkpoints.
+    """
+    for group in ties:
+        for _, owner, attribute in group:
+            if isinstance(owner._parameters[attribute], DTensor):
+                continue
+            inside = {id(module) for module in owner.modules()} - {id(owner)}
+            for _, other, name in group:
+                placed = other._parameters[name]
+                if id(other) in inside and isinstance(placed, DTensor):
+                    owner.register_parameter(attribute, placed)
