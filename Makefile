@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEEP ?=
+# Of what is installed, and of what builds this package (older pips read the first for both).
+CONSTRAINTS := .ci/constraints.txt
+PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip
 
 GRID ?= 2x2
 RANKS ?= 4
@@ -31,17 +34,17 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(if $(DEEP),--deep)
 
 # torch by exact version and first: left to the extras, pip may choose another build of it.
-$(VENV)/.torch:
+$(VENV)/.torch: $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install torch==2.13.0
+	$(PIP) install torch==2.13.0
 	touch $@
 
 $(VENV)/.tutorials: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable '.[tutorials]'
+	$(PIP) install --quiet --editable '.[tutorials]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable '.[test,tutorials]'
+	$(PIP) install --quiet --editable '.[test,tutorials]'
 	touch $@
 
 clean:

@@ -118,7 +118,7 @@ def load(split: str, data: Path = DATA) -> npt.NDArray[np.uint16]:
     path = data / f"{split}.npy"
     if not path.exists():
         raise ValueError(f"{path} is missing: run `python tutorials/text.py` first")
-    return np.load(path, mmap_mode="r")
+    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 class Batches:
