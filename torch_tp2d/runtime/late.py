@@ -100,7 +100,10 @@ def backward_of(context: Context) -> Backward:
         found = context.backwards[number] = Backward()
 
         def close() -> None:
-            context.backwards.pop(number).close()
+            # A forward that began in another thread meanwhile has let go of it.
+            ended = context.backwards.pop(number, None)
+            if ended is not None:
+                ended.close()
 
         Variable._execution_engine.queue_callback(close)  # type: ignore[attr-defined]
     return found
