@@ -374,7 +374,7 @@ class _FirstCall:
                         f"model's own tp_plan, but others are on {describe_mesh(mesh)}: name its "
                         f"module in the tp_plan too"
                     )
-            FirstForward(mesh, [])(model, args)
+            FirstForward(mesh, [], [])(model, args)
         for _, module in found:
             del cls.waiting[module]
         if not cls.waiting and cls.handle is not None:

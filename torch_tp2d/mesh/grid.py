@@ -192,7 +192,8 @@ class Grid:
 
         None if none has, or one on other axes, in whose terms alone the layout can be said.
         """
-        _, layout, axes = getattr(x, "_tp2d_handed", (None, None, None))
+        handed: tuple[Any, Any, Any] = getattr(x, "_tp2d_handed", (None, None, None))
+        _, layout, axes = handed
         if layout is None or axes == self.axes:
             return layout
         row, col = _on_mesh(normalize(layout, x.ndim), axes)
@@ -209,12 +210,13 @@ class Grid:
 
         Every rank sees the same.
         """
-        _, handed, axes = getattr(x, "_tp2d_handed", (None, None, None))
-        if handed is None:
+        found: tuple[Any, Any, Any] = getattr(x, "_tp2d_handed", (None, None, None))
+        _, layout, axes = found
+        if layout is None:
             return None
         handed, declared = (
             _on_mesh(normalize(layout, x.ndim), of)
-            for layout, of in ((handed, axes), (declared, self.axes))
+            for layout, of in ((layout, axes), (declared, self.axes))
         )
         pairs = zip(self.mesh.shape, handed, declared, strict=True)
         differs = any(size > 1 and have != want for size, have, want in pairs)

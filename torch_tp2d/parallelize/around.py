@@ -57,7 +57,8 @@ def _surroundings(name: str, entries: list[Entry]) -> Surroundings:
     around = [".".join(parts[:depth]) for depth in range(len(parts))]
     split, streams, inputs, widths, in_attention = [], set(), set(), set(), False
     for entry in entries:
-        style, module = unlifted(entry), entry.module
+        style: Any = unlifted(entry)
+        module: Any = entry.module
         if isinstance(style, Attention2D):
             in_attention |= entry.name in around
         if not isinstance(style, LINEAR_STYLES):

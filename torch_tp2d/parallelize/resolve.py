@@ -153,7 +153,8 @@ def _row_dim(name: str, entries: list[Entry]) -> int:
     """
 
     linear = [e for e in entries if isinstance(e.style, LINEAR_STYLES)]
-    row_dims = {entry.style.row_dim for entry in nearest(name, linear)}
+    styles: list[Any] = [entry.style for entry in nearest(name, linear)]
+    row_dims = {style.row_dim for style in styles}
     if len(row_dims) > 1:
         raise ValueError(
             f"{name!r}: no plan entry names it, and which token dim tp_row splits there is not "

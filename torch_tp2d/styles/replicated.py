@@ -167,8 +167,8 @@ class WholeRunner(Runner):
         self.enforce_input = enforce_input
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        x = _first_tensor(module, args, kwargs)
-        given = x
+        given = _first_tensor(module, args, kwargs)
+        x: Any = given
         was_local = not isinstance(x, DTensor)
         use_local = was_local if self.use_local_output is None else self.use_local_output
         if was_local:

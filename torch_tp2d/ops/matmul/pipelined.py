@@ -80,8 +80,8 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     if torch.compiler.is_compiling():
         return traced.forward(call, needs, x, weight, bias)
     op, shards = call.op, call.shards
-    b = op.algorithm.prefetch(op.as_b(weight), op.cut) if call.moving is None else call.moving
-    b = b.wait()
+    moving = prefetch(op.as_b(weight), op.cut) if call.moving is None else call.moving
+    b = moving.wait()
     if op.gathers_input:
         y, _ = ab_arriving(x.transfer if isinstance(x, Gathering) else x, b, bias)
     else:
