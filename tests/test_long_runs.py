@@ -20,10 +20,10 @@ from models import batch, grid_mesh, loss_of, parallelize, plan_2d, transformer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch_tp2d.groups import BACKEND
 
 from torch_tp2d import Dropout2D
 from torch_tp2d.comm import link_is
+from torch_tp2d.comm.groups import BACKEND
 from torch_tp2d.mesh.grid import Grid
 
 VOCAB, SEQUENCE, BATCH = 33, 13, 3

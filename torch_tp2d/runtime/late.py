@@ -105,7 +105,7 @@ def backward_of(context: Context) -> Backward:
             if ended is not None:
                 ended.close()
 
-        Variable._execution_engine.queue_callback(close)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(close)
     return found
 
 

@@ -15,7 +15,8 @@ from ..comm import deal_grad
 from ..mesh import layouts
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
-from ..ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d, stationary
+from ..ops import matmul
+from ..ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d
 from ..ops.matmul.call import low_precision
 from ..ops.matmul.pipelined import late
 from ..planner.choice import LinearCase, choose_algorithm, choose_dataflow
@@ -413,7 +414,7 @@ class _StationaryRunner(Runner):
         gathers = style.rule.gathers_input
         p, q = (in_features, out_features) if gathers else (out_features, in_features)
         self.op = LinearOp(
-            algorithm=stationary,
+            algorithm=matmul.STATIONARY,
             cut=Cut(grid.row, grid.col, p, q),
             gathers_input=gathers,
             transposed=transposed,

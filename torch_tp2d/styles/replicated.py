@@ -397,8 +397,9 @@ def _settle_grad(param: DTensor) -> None:
     grad = param.grad
     if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(param.placements):
         grid = Grid(param.device_mesh)
+        (row, col), (wanted_row, wanted_col) = grad.placements, param.placements
         local = grid.redistribute(
-            grad.to_local(), tuple(grad.placements), tuple(param.placements), shape=grad.shape
+            grad.to_local(), (row, col), (wanted_row, wanted_col), shape=grad.shape
         )
         param.grad = DTensor.from_local(
             local,

@@ -17,13 +17,13 @@ from .inputs import Shared
 
 __all__ = [
     "ALGORITHMS",
+    "STATIONARY",
     "Algorithm",
     "Call",
     "Cut",
     "LinearOp",
     "Shards",
     "linear2d",
-    "stationary",
 ]
 
 # A module with the functions of the protocol is one, which mypy does not see in a dict.
@@ -34,6 +34,9 @@ ALGORITHMS: dict[str, Any] = {
     "bmr": bmr,
     "cannon": cannon,
 }
+
+STATIONARY: Any = stationary
+"""The dataflow in which the weight stays, as an algorithm of its own."""
 
 
 def linear2d(x: Tensor | Shared, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
