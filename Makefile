@@ -31,6 +31,7 @@ data: $(VENV)/.tutorials
 test: $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 	$(BIN)/python -m pytest $(if $(DEEP),--deep)
 
 # torch by exact version and first: left to the extras, pip may choose another build of it.
