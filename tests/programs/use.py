@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torch_tp2d
@@ -296,6 +296,11 @@ class _Player:
                     self.wrong.append(f"{self.now}: raised {raised}, on the grid {raised_too}")
                 if raised or raised_too:
                     return
+            if self.fsdp and op.mode == "no_grad":
+                # Told to keep what it gathered, it would until the next backward, stale or not.
+                for module in sides[0].net.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
             side = sides[-1]
             losses = self._losses(side, op, alone, ours)
         if losses is not None and op.mode not in ("no_grad", "inference"):

@@ -22,7 +22,7 @@ from .base import GridStyle, LayoutLike, Runner
 from .boundary import to_dtensor
 from .intercept import Intercept
 from .module_kinds import describe_module
-from .surroundings import UNKNOWN, Surroundings, is_of_features
+from .surroundings import UNKNOWN, Surroundings, is_of_features, tokens_by_sizes
 
 __all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "Masks", "next_key", "rates_of"]
 
@@ -251,11 +251,14 @@ class Masks:
     def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
         """Layout of a local input, and its features where they are split and known."""
         features = self.widths.get(x.shape[-1])
-        if self.declared is not None:
-            layout = normalize(self.declared, x.ndim)
+        known_layout = self.grid.handed(x) if self.declared is None else self.declared
+        if known_layout is not None:
+            layout = normalize(known_layout, x.ndim)
             return layout, features[0] if features and layout[1] == Shard(x.ndim - 1) else None
         self._surroundings.check_axes(self._here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
+        if x.ndim == 3 and features is not None and col.size > 1:
+            return self._of_features(x, *features)
         if x.ndim in (2, 3):
             on_row, on_col = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
         else:
@@ -278,14 +281,29 @@ class Masks:
             return (on_row, on_col), None
         width, also_whole = features
         if also_whole:
-            raise ValueError(
-                f"{self._here}: the last dim of a local input {tuple(x.shape)} is this rank's part "
-                f"of the {width} features of a module beside it, and as wide as another's whole "
-                f"output: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
-                f"with Dropout2D(input_layouts=Shard(-1)) for the part, "
-                f"Dropout2D(input_layouts=Replicate()) for the whole"
-            )
+            raise self._unclear(x, width)
         return (on_row, Shard(x.ndim - 1)), width
+
+    def _of_features(self, x: Tensor, width: int, also_whole: bool) -> tuple[Layout, int | None]:
+        """Layout of what is as wide as this rank's part of features, and may be a whole width."""
+        row: Placement = Shard(self.row_dim)
+        around = self._surroundings
+        if also_whole or x.shape[-1] in (around.widths or ()):
+            tokens = tokens_by_sizes(x, self.row_dim, self.grid)
+            if tokens is None or around.stream != Shard(1):
+                raise self._unclear(x, width)
+            if isinstance(tokens, Shard):
+                return (row, tokens), None
+        return (row, Shard(x.ndim - 1)), width
+
+    def _unclear(self, x: Tensor, width: int) -> ValueError:
+        return ValueError(
+            f"{self._here}: the last dim of a local input {tuple(x.shape)} is this rank's part "
+            f"of the {width} features of a module beside it, and as wide as another's whole "
+            f"output: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
+            f"with Dropout2D(input_layouts=Shard(-1)) for the part, "
+            f"Dropout2D(input_layouts=Replicate()) for the whole"
+        )
 
     def _index(
         self, x: Tensor, layout: Layout, features: int | None, shape: Sequence[int] | None

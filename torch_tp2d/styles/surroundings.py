@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..mesh.grid import Axes, Grid
 from ..mesh.layouts import TP_COL, Layout
 
-__all__ = ["UNKNOWN", "Surroundings", "is_of_features"]
+__all__ = ["UNKNOWN", "Surroundings", "is_of_features", "tokens_by_sizes"]
 
 
 def is_of_features(placement: Placement) -> bool:
@@ -83,30 +83,24 @@ class Surroundings:
             ValueError: if the plan does not tell it, or the tensor's sizes say otherwise.
         """
         self.check_axes(owner, x, grid)
-        known = grid.tokens_of(x) if x.ndim == 3 else grid.context.tokens
         if x.ndim == 2:
             return self._of_vectors(owner, x, row_dim, grid)
         row: Placement = Shard(row_dim)
-        if x.ndim != 3 or known is None or len(known) != 2:
-            return row, self._stream(owner, x, grid)
-        if grid.col.size == 1:
+        known = grid.tokens_of(x) if x.ndim == 3 else None
+        if known is not None and len(known) == 2 and grid.col.size == 1:
             return row, Replicate() if self.stream is None else self.stream
-        fits = {
-            on_col: tuple(x.shape[:2]) == _here(known, (row, on_col), grid)
-            for on_col in (Shard(1), Replicate())
-        }
-        told = [placement for placement, does in fits.items() if does]
-        if not _can_be_told(known, row_dim, grid) or len(told) != 1:
+        told = tokens_by_sizes(x, row_dim, grid)
+        if told is None:
             return row, self._stream(owner, x, grid)
-        if self.stream is not None and told != [self.stream]:
+        if self.stream is not None and told != self.stream:
             raise _unclear(
                 owner,
                 x,
                 grid,
                 f"by the plan its tokens are {self.stream} on {grid.col.name}, by its sizes, of "
-                f"tokens {known}, {told[0]}",
+                f"tokens {known}, {told}",
             )
-        return row, told[0]
+        return row, told
 
     def check_axes(self, owner: str, x: Tensor, grid: Grid) -> None:
         """Refuse a tensor between styles that act on other axes.
@@ -166,6 +160,20 @@ class Surroundings:
                 f"{known} under way",
             )
         return fitting[effect]
+
+
+def tokens_by_sizes(x: Tensor, row_dim: int, grid: Grid) -> Placement | None:
+    """How ``tp_col`` splits the tokens ``[batch, sequence, ...]`` of ``x``, by its sizes.
+
+    None if they do not tell: ``Shard(1)`` or ``Replicate()``.
+    """
+    known = grid.tokens_of(x) if x.ndim == 3 else None
+    if known is None or len(known) != 2 or not _can_be_told(known, row_dim, grid):
+        return None
+    row: Placement = Shard(row_dim)
+    placements: tuple[Placement, ...] = Shard(1), Replicate()
+    told = [p for p in placements if tuple(x.shape[:2]) == _here(known, (row, p), grid)]
+    return told[0] if len(told) == 1 else None
 
 
 UNKNOWN = Surroundings()
