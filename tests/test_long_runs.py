@@ -27,8 +27,8 @@ from torch_tp2d.comm.groups import BACKEND
 from torch_tp2d.mesh.grid import Grid
 
 VOCAB, SEQUENCE, BATCH = 33, 13, 3
-SPARE_FILES = 8
-"""gloo closes sockets that it no longer needs when it comes to it: so many more or fewer."""
+SPARE_FILES = 24
+"""gloo closes sockets that it no longer needs when it comes to it: up to 18 seen, of any run."""
 
 
 @pytest.fixture(autouse=True)
