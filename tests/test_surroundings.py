@@ -302,7 +302,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.down(torch.relu(self.up(x))))
-        return self.last(x + self.drop(y))
+        return self.last(x + self.drop(2 * y))
 
 
 def _other_axes(axes: Any, layout: Any) -> list[float]:

@@ -79,12 +79,26 @@ def _surroundings(name: str, entries: list[Entry]) -> Surroundings:
             beside = entry.name.rpartition(".")[0] in around[-2:]
             if beside and style.use_local_output and (is_of_features(gives) or shares):
                 split.append(entry.name)
-    prepared = [placement for above in reversed(around) for placement in _prepared(above, entries)]
-    found = prepared[:1] or list(streams or inputs)
+    for above in reversed(around):
+        prepared = list(_prepared(above, entries))
+        if prepared:
+            # What comes in is as it was prepared, what a Rowwise inside gives as that says.
+            within = [entry for entry in entries if entry.name.startswith(f"{above}.") or not above]
+            streams = {prepared[0], *_given(within)}
+            break
+    found = list(streams or inputs)
     stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
     linear = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
     axes = frozenset(unlifted(entry).axes for entry in nearest(name, linear))
     return Surroundings(stream, frozenset(widths), tuple(split), in_attention, axes)
+
+
+def _given(entries: list[Entry]) -> Iterator[Any]:
+    """How tp_col splits the tokens that Rowwise entries give."""
+    for entry in entries:
+        style = unlifted(entry)
+        if isinstance(style, Rowwise2D) and not is_of_features(style.output_layouts[1]):
+            yield style.output_layouts[1]
 
 
 _STREAMS = {dt.Shard(1), dt.Replicate()}
