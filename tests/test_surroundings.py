@@ -349,6 +349,37 @@ def test_between_styles_on_other_axes(axes: Any, layout: Any) -> None:
         assert max(off) <= TOLERANCE, off
 
 
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.share = nn.Parameter(torch.ones(8)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * self.scale + y * self.share
+
+
+def _two_tensors_of_features() -> None:
+    mesh, layout = grid_mesh(1, 2), (Shard(0), Shard(2))
+    one = Mix().double()
+    several = parallelize_module(
+        copy.deepcopy(one), mesh, torch_tp2d.Replicate(input_layouts=layout)
+    )
+    x, y = torch.randn(2, 3, 4, 8, dtype=torch.float64).unbind()
+    parts = [distribute_tensor(z, mesh, layout, src_data_rank=None).to_local() for z in (x, y)]
+    wanted = distribute_tensor(one(x, y).detach(), mesh, layout, src_data_rank=None).to_local()
+    for out in (several(*parts), several(x=parts[0], y=parts[1])):
+        assert relative(out.detach(), wanted) <= TOLERANCE
+    several(*parts).square().sum().backward()
+    one(x, y).square().sum().backward()
+    for mine, theirs in zip(several.parameters(), one.parameters(), strict=True):
+        assert relative(mine.grad.full_tensor(), theirs.grad) <= TOLERANCE
+
+
+def test_two_tensors_of_split_features() -> None:
+    """Only the first of them became a DTensor: "got mixed torch.Tensor and DTensor"."""
+    run(2, _two_tensors_of_features)
+
+
 def _another_layout() -> list[str]:
     mesh, said = grid_mesh(2, 2), []
     for plan in (

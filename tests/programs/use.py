@@ -220,7 +220,10 @@ class _Player:
         attends = any(isinstance(block, Attention) for block in model.blocks)
         norms = [block.norm for block in model.blocks] + [model.norm]
         needs = needs or any(norm is not None and norm.out == "tokens" for norm in norms)
-        needs = needs or any(getattr(block, "between", "") == "tokens" for block in model.blocks)
+        needs = needs or any(
+            "tokens" in (getattr(block, "between", ""), getattr(block, "after", ""))
+            for block in model.blocks
+        )
         needs = needs or (model.head is not None and model.head.out == "tokens")
         size = batch, min(max(sequence, int(needs or attends)), LONGEST)
         if _on_dtensors(model):

@@ -259,7 +259,9 @@ class WholeRunner(Runner):
             return value
         layout = self.grid.layout(x, self.row_dim)
         if Shard(x.ndim - 1) in normalize(layout, x.ndim):
-            return value
+            # Of other widths its features may be whole.
+            same = value.shape == given.shape
+            return to_dtensor(value, layout, self.grid, x.shape) if same else value
         return to_dtensor(value, layout, self.grid, (*x.shape[:-1], value.shape[-1]))
 
     def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
