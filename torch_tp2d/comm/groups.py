@@ -26,7 +26,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["BACKEND", "gather_facts", "inherit_timeout", "is_gloo", "own_group", "timeout_of"]
+__all__ = [
+    "BACKEND",
+    "gather_facts",
+    "inherit_timeout",
+    "is_gloo",
+    "own_group",
+    "sends",
+    "timeout_of",
+]
 
 BACKEND = "gloo_in_order"
 """gloo with one worker thread for each group, as a backend of torch.distributed."""
@@ -81,6 +89,12 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
         return None
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def sends(mesh: DeviceMesh) -> bool:
+    """Whether the ranks of a mesh really hear of each other: not on a fake process group."""
+    fake = dist.get_backend(mesh.get_group(0)) == "fake"
+    return not fake and torch._guards.active_fake_mode() is None
 
 
 def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:

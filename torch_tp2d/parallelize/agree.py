@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.groups import gather_facts, inherit_timeout
+from ..comm.groups import gather_facts, inherit_timeout, sends
 from ..comm.wires import name_ranks
 from ..mesh.grid import Grid, describe_mesh
 
@@ -52,16 +51,11 @@ def on_all_ranks(mesh: DeviceMesh) -> Iterator[list[Fact]]:
     except Exception as raised:
         error = raised
     try:
-        if mesh.size() > 1 and _sends(mesh):
+        if mesh.size() > 1 and sends(mesh):
             _compare(mesh, facts, error)
     finally:
         if error is not None:
             raise error
-
-
-def _sends(mesh: DeviceMesh) -> bool:
-    fake = dist.get_backend(mesh.get_group(0)) == "fake"
-    return not fake and torch._guards.active_fake_mode() is None
 
 
 def _compare(mesh: DeviceMesh, facts: list[Fact], error: Exception | None) -> None:

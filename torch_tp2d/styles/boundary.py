@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm import all_gather
-from ..comm.groups import gather_facts
+from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
 from ..ops.matmul import Shards
@@ -240,6 +240,8 @@ def refuse_one_input_for_all_rows(
     if not outside or grid.row.size == 1 or not isinstance(declared[0], Shard):
         return
     if torch.compiler.is_compiling() or in_backward() or module in grid.context.compared:
+        return
+    if not sends(grid.mesh):
         return
     grid.context.compared.add(module)
     # Selective checkpointing is not to see it: it does not happen again in backward.
