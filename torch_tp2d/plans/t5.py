@@ -73,10 +73,11 @@ class _HeadBiasRunner(Runner):
 
     def __init__(self, layout: Layout, grid: Grid) -> None:
         axes = zip((grid.row, grid.col), layout, strict=True)
+        self.context = grid.context
         self.axes = [axis for axis, p in axes if isinstance(p, Replicate) and axis.size > 1]
 
     def run(self, module: Any, forward: Callable[..., Any], ids: Tensor) -> Tensor:
-        (weight,) = SumGrads.apply(self.axes, *local_shards(module.weight))
+        (weight,) = SumGrads.apply(self.axes, self.context, *local_shards(module.weight))
         return F.embedding(ids, weight)
 
 
