@@ -64,7 +64,7 @@ def facts_of(
 def _described(style: ParallelStyle) -> str:
     """A style as every rank writes it: one of the user's own may print an address."""
     kind = type(style)
-    if kind.__module__.partition(".")[0] not in ("torch", __package__):
+    if kind.__module__.partition(".")[0] not in ("torch", "torch_tp2d"):
         return kind.__qualname__
     return re.sub(r" at 0x[0-9a-f]+", "", repr(style))
 
