@@ -380,15 +380,6 @@ def test_two_tensors_of_split_features() -> None:
     run(2, _two_tensors_of_features)
 
 
-class Swish(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.beta = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.beta * x)
-
-
 def _between_whole_outputs() -> None:
     mesh = grid_mesh(1, 2)
     plan = {
