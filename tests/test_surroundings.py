@@ -380,6 +380,29 @@ def test_two_tensors_of_split_features() -> None:
     run(2, _two_tensors_of_features)
 
 
+def _between_whole_outputs() -> None:
+    mesh = grid_mesh(1, 2)
+    plan = {
+        "0": Rowwise2D(output_layouts=Shard(1)),
+        "1.0": Colwise2D(input_layouts=Shard(1), output_layouts=Replicate()),
+        "1.3": Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1)),
+    }
+    for between in (Swish(), nn.Dropout(0.5)):
+        net = nn.Sequential(
+            nn.Embedding(VOCAB, HIDDEN),
+            nn.Sequential(nn.Linear(HIDDEN, 8), nn.Tanh(), between, nn.Linear(8, HIDDEN)),
+        )
+        several = parallelize_module(net.double(), mesh, plan)
+        several(_ids(4, 6)).sum().backward()
+        with pytest.raises(ValueError, match="may be split over tp_col there, or whole"):
+            several(_ids(4, 1))
+
+
+def test_what_is_whole_between_linears_of_split_tokens() -> None:
+    """One token each: its sizes do not tell, and the residual stream's layout was taken for it."""
+    run(2, _between_whole_outputs)
+
+
 def _another_layout() -> list[str]:
     mesh, said = grid_mesh(2, 2), []
     for plan in (

@@ -229,6 +229,10 @@ class _Player:
         if _on_dtensors(model):
             # Documented: DTensor's own operations do not keep rows without samples apart.
             size = max(self.mesh.size(0), size[0]), size[1]
+        if model.axes == "tp_row":
+            # A column without samples is given one that stands in, which a declared norm, whose
+            # style knows no other axes, would take for its own.
+            size = max(self.mesh.size(1), size[0]), size[1]
         if model.embed is not None and model.embed.positions and not model.local:
             # DTensor cannot drop a split dim of size 1 again, in the gradient of what was added.
             size = max(2, size[0]), max(2, size[1])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed.tensor as dt
+from torch import nn
 
 from ..styles.attention import Attention2D
 from ..styles.dropout import Dropout2D, DropoutInside
@@ -16,7 +17,7 @@ from ..styles.linear import Colwise2D, Rowwise2D
 from ..styles.local import Local2D
 from ..styles.module_kinds import is_conv1d, is_embedding, is_linear
 from ..styles.replicated import Replicate
-from ..styles.surroundings import Surroundings, is_of_features
+from ..styles.surroundings import Surroundings, is_of_features, width_of
 from .resolve import LINEAR_STYLES, Entry, features_of, nearest, out_features_of
 
 
@@ -37,7 +38,7 @@ def with_surroundings(entries: list[Entry]) -> list[Entry]:
         if isinstance(entry.style, Dropout2D | DropoutInside | Local2D | Replicate):
             # A copy: one plan entry may name modules in several places.
             style = copy.copy(entry.style)
-            style.surroundings = _surroundings(entry.name, entries)
+            style.surroundings = _surroundings(entry.name, entry.module, entries)
             if isinstance(style, Dropout2D | DropoutInside):
                 style.beside = [*style.beside, *beside[id(entry.parent)]]
             entry = entry._replace(style=style)
@@ -51,24 +52,26 @@ def unlifted(entry: Entry) -> Any:
     return entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
 
 
-def _surroundings(name: str, entries: list[Entry]) -> Surroundings:
+def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroundings:
     """What the entries of a plan say of the tensors that reach the module of this name."""
     parts = name.split(".")
     around = [".".join(parts[:depth]) for depth in range(len(parts))]
     split, streams, inputs, widths, in_attention = [], set(), set(), set(), False
+    # What this module may be given besides the stream: outputs of its width, made beside it.
+    own_width, outputs = width_of(module), set()
     for entry in entries:
         style: Any = unlifted(entry)
-        module: Any = entry.module
+        linear: Any = entry.module
         if isinstance(style, Attention2D):
             in_attention |= entry.name in around
         if not isinstance(style, LINEAR_STYLES):
             continue
         takes, gives = style.input_layouts[1], style.output_layouts[1]
-        if is_embedding(module):
-            widths.add(int(module.weight.shape[1]))
+        if is_embedding(linear):
+            widths.add(int(linear.weight.shape[1]))
             streams |= {gives} & _STREAMS
-        elif is_linear(module) or is_conv1d(module):
-            in_features, out_features = features_of(module)
+        elif is_linear(linear) or is_conv1d(linear):
+            in_features, out_features = features_of(linear)
             if not is_of_features(takes):
                 widths.add(in_features)
                 inputs |= {takes} & _STREAMS
@@ -79,6 +82,8 @@ def _surroundings(name: str, entries: list[Entry]) -> Surroundings:
             beside = entry.name.rpartition(".")[0] in around[-2:]
             if beside and style.use_local_output and (is_of_features(gives) or shares):
                 split.append(entry.name)
+            if entry.name.rpartition(".")[0] == around[-1] and style.use_local_output:
+                outputs |= {gives} & _STREAMS if own_width in (None, out_features) else set()
     for above in reversed(around):
         prepared = list(_prepared(above, entries))
         if prepared:
@@ -88,8 +93,10 @@ def _surroundings(name: str, entries: list[Entry]) -> Surroundings:
             break
     found = list(streams or inputs)
     stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
-    linear = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
-    axes = frozenset(unlifted(entry).axes for entry in nearest(name, linear))
+    if stream is not None and not outputs <= {stream}:
+        stream = None
+    linears = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
+    axes = frozenset(unlifted(entry).axes for entry in nearest(name, linears))
     return Surroundings(stream, frozenset(widths), tuple(split), in_attention, axes)
 
 

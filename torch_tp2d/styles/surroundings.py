@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..mesh.grid import Axes, Grid
 from ..mesh.layouts import TP_COL, Layout
 
-__all__ = ["UNKNOWN", "Surroundings", "is_of_features", "tokens_by_sizes"]
+__all__ = ["UNKNOWN", "Surroundings", "is_of_features", "tokens_by_sizes", "width_of"]
 
 
 def is_of_features(placement: Placement) -> bool:
@@ -53,7 +53,7 @@ class Surroundings:
         Those that are whole on every rank, as they do not divide, are used by each rank for queries
         of its own: what comes back of them are shares too.
         """
-        return self.in_attention and x.ndim == 4 and x.shape[-1] == _width_of(module)
+        return self.in_attention and x.ndim == 4 and x.shape[-1] == width_of(module)
 
     def check_features(self, owner: str, module: nn.Module, x: Tensor, grid: Grid) -> None:
         """Refuse a tensor of which the plan does not tell that its features are whole.
@@ -63,7 +63,7 @@ class Surroundings:
         """
         if grid.col.size == 1 or (not self.split and self.widths is not None):
             return
-        width = _width_of(module)
+        width = width_of(module)
         of_stream = self.widths is None or width in self.widths
         if x.ndim in (2, 3) and x.shape[-1] == width and of_stream:
             return
@@ -190,7 +190,7 @@ def _unclear(owner: str, x: Tensor, grid: Grid, why: str) -> ValueError:
     )
 
 
-def _width_of(module: nn.Module) -> int | None:
+def width_of(module: nn.Module) -> int | None:
     """The size of the last dim of a module's parameters, if that tells anything."""
     widths = {param.shape[-1] for param in module.parameters() if param.ndim}
     width = max(widths, default=1)
