@@ -24,8 +24,8 @@ from .data import Program
 
 __all__ = ["Outcome", "Worlds"]
 
-HANGS = 20.0
-"""Seconds after which a program is taken to hang."""
+HANGS = 45.0
+"""Seconds after which a program is taken to hang; on a crowded machine one may take 20."""
 
 _server = mp.get_context("forkserver")
 world.preload("programs.use")
