@@ -345,8 +345,8 @@ class Masks:
             extent = whole
             for axis in cuts:
                 extent = axis.split(extent)[axis.index]
-            # One element stands in for none, see Grid.with_stand_in.
-            if x.shape[dim] == (extent or 1):
+            # One element may stand in for none, see Grid.with_stand_in.
+            if x.shape[dim] in (extent, extent or 1):
                 return whole
         if x.ndim == 3:
             return self.grid.extent(x, dim, layout)
