@@ -248,6 +248,29 @@ def test_tokens_rows_and_features_even_or_not(rows: int, columns: int) -> None:
         assert max(seen.values()) < TOLERANCE, seen
 
 
+def _features_over_both_axes(inner: int) -> float:
+    everywhere = Shard(-1), Shard(-1)
+    model = Feeds(8, inner=inner)
+    reference = on_one_device(model)
+    plan = feeds_plan(0, tokens=False) | {
+        "layers.*.wi": Colwise2D(output_layouts=everywhere),
+        "layers.*.inner_dropout": Dropout2D(input_layouts=everywhere),
+        "layers.*.wo": Rowwise2D(input_layouts=everywhere),
+    }
+    torch_tp2d.parallelize_module(model, grid_mesh(2, 2), plan)
+    return differences(reference, model, EVEN)
+
+
+@pytest.mark.parametrize("inner", [2, 7])
+def test_declared_features_over_both_axes(inner: int) -> None:
+    """A random program hung: two features over four ranks, one on each rank of one column.
+
+    The ranks that hold none asked the others how many there are in all; the others thought to know
+    it from the Linear beside, as one is what each rank of a column holds of its two.
+    """
+    assert max(world.run(4, _features_over_both_axes, inner)) < TOLERANCE
+
+
 def test_what_a_modules_own_code_drops() -> None:
     for seen in world.run(4, _feeds, 2, 2, FunctionalLayer):
         assert max(seen.values()) < TOLERANCE, seen

@@ -253,8 +253,8 @@ class Masks:
         features = self.widths.get(x.shape[-1])
         known_layout = self.grid.handed(x) if self.declared is None else self.declared
         if known_layout is not None:
-            layout = normalize(known_layout, x.ndim)
-            return layout, features[0] if features and layout[1] == Shard(x.ndim - 1) else None
+            # Of which features it holds a part, ranks might answer differently by what they hold.
+            return normalize(known_layout, x.ndim), None
         self._surroundings.check_axes(self._here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
         if x.ndim == 3 and features is not None and col.size > 1:
@@ -348,7 +348,7 @@ class Masks:
             # One element may stand in for none, see Grid.with_stand_in.
             if x.shape[dim] in (extent, extent or 1):
                 return whole
-        if x.ndim == 3:
+        if x.ndim == 3 or (x.ndim == 2 and whole is None):
             return self.grid.extent(x, dim, layout)
         # A list, which Dynamo traces; it does not trace a generator here.
         return x.shape[dim] * math.prod([axis.size for axis in cuts])
