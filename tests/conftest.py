@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,3 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "deep" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: run with --deep"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_a_module() -> Iterator[None]:
+    yield
+    # Later, as it can be imported only from the paths above.
+    import world
+
+    world.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -287,33 +286,21 @@ def _train(fault: str, watched: bool) -> None:
 
 def _survivors(fault: str, watched: bool) -> dict[int, tuple[str, float]]:
     """What the other ranks end with, and after how many seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        ranks: dict[Any, int] = {}
-        processes = []
-        for rank in range(4):
-            here, there = world._server.Pipe(duplex=False)
-            process = world._server.Process(
-                target=world._rank, args=(rank, 4, store, there, _train, (fault, watched))
-            )
-            process.start()
-            there.close()
-            ranks[here] = rank
-            processes.append(process)
-        said: dict[int, tuple[str, float]] = {}
-        start = time.monotonic()
-        while len(said) < 3 and time.monotonic() < start + world.TIMEOUT:
-            for pipe in wait(list(ranks), timeout=1.0):
-                rank = ranks.pop(pipe)
-                try:
-                    good, value = pipe.recv()
-                except EOFError:
-                    good, value = False, "the process died"
-                if rank != FAULTY:
-                    said[rank] = "no error" if good else value, time.monotonic() - start
-        for process in processes:
-            process.kill()
-            process.join()
+    ranks = world.Ranks(4)
+    ranks.start(_train, [(fault, watched)] * 4)
+    pipes: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(ranks.pipes)}
+    said: dict[int, tuple[str, float]] = {}
+    start = time.monotonic()
+    while len(said) < 3 and time.monotonic() < start + world.TIMEOUT:
+        for pipe in wait(list(pipes), timeout=1.0):
+            rank = pipes.pop(pipe)
+            try:
+                good, value, _ = pipe.recv()
+            except EOFError:
+                good, value = False, "the process died"
+            if rank != FAULTY:
+                said[rank] = "no error" if good else value, time.monotonic() - start
+    ranks.close()
     return said
 
 

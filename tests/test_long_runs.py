@@ -104,7 +104,7 @@ def _long(warm_up: int, steps: int) -> Held:
 
 @pytest.mark.parametrize("warm_up,steps,mebibytes", [(20, 60, 8), deep(200, 2000, 16)])
 def test_a_long_run_gathers_nothing(warm_up: int, steps: int, mebibytes: int) -> None:
-    for gathered in world.run(4, _long, warm_up, steps):
+    for gathered in world.run(4, _long, warm_up, steps, fresh=True):
         assert gathered.tensors == gathered.groups == gathered.threads == 0, gathered
         assert gathered.files <= SPARE_FILES, gathered
         assert gathered.memory < mebibytes * 1024, gathered
@@ -172,14 +172,14 @@ def test_models_and_meshes_that_are_dropped_leave_what_torch_leaves_of_a_mesh(co
     eight weights that were gathered ahead outlived their model, as did what dropout counts for
     every mesh.
     """
-    of_a_mesh, _ = zip(*world.run(4, _many, _only_mesh, count), strict=True)
+    of_a_mesh, _ = zip(*world.run(4, _many, _only_mesh, count, fresh=True), strict=True)
     assert {left.groups for left in of_a_mesh} == {2 * count}
     for make, wanted in [
         (_on_own_mesh, of_a_mesh),
         (_on_one_mesh, [Held(0, 0, 0, 0, 0)] * 4),
         (_left_alone, [Held(0, 0, 0, 0, 0)] * 4),
     ]:
-        results = world.run(4, _many, make, count)
+        results = world.run(4, _many, make, count, fresh=True)
         for (left, alive), allowed in zip(results, wanted, strict=True):
             assert alive == 0, (make, left)
             assert left.tensors <= 0, (make, left)
@@ -227,7 +227,7 @@ def test_worlds_made_and_destroyed_in_one_process(tmp_path: Path, count: int) ->
     again in the next world, where a rank whose process is new would not have known: it would have
     cut what it sends and receives otherwise than the others do.
     """
-    for losses, pieces, gathered in world.run(4, _worlds, tmp_path, count):
+    for losses, pieces, gathered in world.run(4, _worlds, tmp_path, count, fresh=True):
         assert all(these == losses[0] for these in losses), losses
         assert all(count == pieces[0] for count in pieces), pieces
         assert gathered.tensors == gathered.groups == gathered.threads == 0, gathered

@@ -1,17 +1,21 @@
 """Real gloo processes for the tests: ``run(4, body, arg)`` runs ``body(arg)`` on four ranks.
 
-A body is a function of a test module; it finds a process group of its own, and its results come
-back in rank order. The ranks are forked from a server that has imported torch already, so that a
-run costs a fraction of a second; every run has fresh ones, since DTensor caches meshes by value
-and would meet the process groups of an earlier run in them.
+A body is a function of a test module; it finds a process group over its ranks, and its results
+come back in rank order. The ranks of a size are started once and run the bodies of a test module
+one after the other, since the first collective, the first DTensor and the first compiled graph of
+a process take longer than most tests. What a body leaves behind (seed, default dtype, compiled
+graphs, assumed rates) is put back; a body that fails, or ends the process group, costs its ranks.
+One that needs ranks of its own, or harms them, asks for them by ``fresh=True``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +24,8 @@ from typing import Any
 
 TIMEOUT = 120.0
 """Seconds after which a body is taken to hang."""
+GROUPS = 120
+"""Process groups that ranks may have gathered; each has threads and sockets."""
 
 _server = mp.get_context("forkserver")
 _preloaded = ["preload"]
@@ -37,60 +43,141 @@ class RankFailed(AssertionError):
     """What a rank raised, with its traceback."""
 
 
-def _rank(
-    rank: int,
-    world_size: int,
-    store: str,
-    answer: Connection,
-    body: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+@contextlib.contextmanager
+def _as_found() -> Any:
+    """Puts back what a body may change of its process."""
+    import torch
+
+    from torch_tp2d import planner
+
+    environment, seed = dict(os.environ), torch.initial_seed()
+    # What "auto" stands for must not depend on how busy this machine is.
+    planner.assume(None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        if "torch._dynamo" in sys.modules:
+            sys.modules["torch._dynamo"].reset()
+
+
+def _rank(rank: int, world_size: int, store: str, pipe: Connection, patience: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from torch_tp2d import planner
     from torch_tp2d.comm.groups import BACKEND
 
-    # What "auto" stands for must not depend on how busy this machine is.
-    planner.assume(None)
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            # Stock collectives on plain gloo lose a process now and then; see that module.
-            BACKEND,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=TIMEOUT / 2),
-        )
-        answer.send((True, body(*args)))
-        dist.destroy_process_group()
-    except BaseException:
-        answer.send((False, traceback.format_exc()))
-    sys.stdout.flush()
+    # Stock collectives on plain gloo lose a process now and then; see that module.
+    dist.init_process_group(
+        BACKEND,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=patience / 2),
+    )
+    while True:
+        try:
+            body, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            with _as_found():
+                answer = True, body(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        pipe.send((*answer, 0 < groups < GROUPS))
+        sys.stdout.flush()
+        if not answer[0]:
+            # As a program ends that fails: its peers are to hear of it.
+            break
     # Nothing of the interpreter's own shutdown is under test, and it is slow.
     os._exit(0)
 
 
-def run(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``body(*args)`` on every rank; raises what made the first of them fail."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        pipes, processes = [], []
-        for rank in range(world_size):
-            here, there = _server.Pipe(duplex=False)
+class Ranks:
+    """A process group's worth of processes, waiting for bodies."""
+
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            here, there = _server.Pipe()
             process = _server.Process(
-                target=_rank, args=(rank, world_size, store, there, body, args), daemon=True
+                target=_rank, args=(rank, size, store, there, TIMEOUT), daemon=True
             )
             process.start()
             there.close()
-            pipes.append(here)
-            processes.append(process)
-        answers = _collect(pipes)
-        for process in processes:
-            process.join(timeout=5.0 if len(answers) == world_size else 0.0)
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def start(self, body: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        """Have each rank run ``body`` with arguments of its own."""
+        for pipe, given in zip(self.pipes, args, strict=True):
+            pipe.send((body, given))
+
+    def answers(self) -> dict[int, tuple[bool, Any, bool]]:
+        """What each rank answered; those that a failure left waiting have no answer."""
+        answers: dict[int, tuple[bool, Any, bool]] = {}
+        until = time.monotonic() + TIMEOUT
+        while len(answers) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            failed = any(not good for good, *_ in answers.values())
+            ready = wait(waiting, timeout=5.0 if failed else until - time.monotonic())
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = self.pipes[rank].recv()
+                except (EOFError, ConnectionError):
+                    answers[rank] = (False, "the process died", False)
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
             process.kill()
-    failures = [(rank, value) for rank, (good, value) in answers.items() if not good]
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+
+_waiting: dict[int, Ranks] = {}
+"""By their number, ranks that wait for their next body."""
+
+
+def close() -> None:
+    """End all ranks."""
+    while _waiting:
+        _waiting.popitem()[1].close()
+
+
+def run(world_size: int, body: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
+    """Run ``body(*args)`` on every rank; raises what made the first of them fail."""
+    ranks = None if fresh else _waiting.pop(world_size, None)
+    if ranks is None:
+        ranks = Ranks(world_size)
+    keep = False
+    try:
+        ranks.start(body, [args] * world_size)
+        answers = ranks.answers()
+        whole = len(answers) == world_size
+        keep = not fresh and whole and all(good and kept for good, _, kept in answers.values())
+    finally:
+        if keep:
+            _waiting[world_size] = ranks
+        else:
+            ranks.close()
+    failures = [(rank, value) for rank, (good, value, _) in answers.items() if not good]
     if failures:
         # One that lost its peer is a consequence; the cause is with the peer.
         rank, value = min(failures, key=lambda failure: "closed by peer" in failure[1])
@@ -99,21 +186,3 @@ def run(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         silent = [rank for rank in range(world_size) if rank not in answers]
         raise RankFailed(f"ranks {silent} of {world_size} did not answer in {TIMEOUT} s")
     return [answers[rank][1] for rank in range(world_size)]
-
-
-def _collect(pipes: list[Connection]) -> dict[int, tuple[bool, Any]]:
-    """The ranks' answers; those that a failure left waiting have none."""
-    answers: dict[int, tuple[bool, Any]] = {}
-    while len(answers) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
-        failed = any(not good for good, _ in answers.values())
-        ready = wait(waiting, timeout=5.0 if failed else TIMEOUT)
-        if not ready:
-            break
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                answers[rank] = pipe.recv()
-            except EOFError:
-                answers[rank] = (False, "the process died")
-    return answers
