@@ -74,7 +74,7 @@ def linear_steps() -> dict[str, Callable[[], None]]:
 def block_steps() -> dict[str, Callable[[], None]]:
     """One block under the stock plans and ours."""
     sizes = Sizes(layers=1, hidden=HIDDEN, heads=4, batch=4, seq=TOKENS)
-    names = ["tp", "tp-input", "tp-sp", "tp2d", "tp2d:collective", "tp2d:ring"]
+    names = ["tp", "tp-input", "tp-sp", "tp2d", "tp2d:collective", "tp2d:pipelined"]
     variants, refused = build(names, [(2, 2)], sizes)
     assert not refused, refused
 

@@ -378,7 +378,7 @@ def _unsummed(which: str) -> str:
 @pytest.mark.parametrize("which", ["sum", "value", "none"])
 def test_copies_that_differ_are_named(which: str) -> None:
     """A gradient that is not summed leaves the loss right, and the replicas drift apart."""
-    for message in world.run(4, _unsummed, which):
+    for message in world.run(4, _unsummed, which, fresh=True):
         if which == "none":
             assert message == "nothing"
         elif which == "sum":

@@ -49,8 +49,10 @@ def _as_found() -> Any:
     import torch
 
     from torch_tp2d import planner
+    from torch_tp2d.comm import axis
 
     environment, seed = dict(os.environ), torch.initial_seed()
+    pieces = axis.PIECE_BYTES, axis.FAST_PIECE_BYTES
     # What "auto" stands for must not depend on how busy this machine is.
     planner.assume(None)
     try:
@@ -60,6 +62,9 @@ def _as_found() -> Any:
         os.environ.update(environment)
         torch.manual_seed(seed)
         torch.set_default_dtype(torch.float32)
+        # What was measured, or said, of the links between the ranks.
+        axis._links.clear()
+        axis.PIECE_BYTES, axis.FAST_PIECE_BYTES = pieces
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
 

@@ -212,7 +212,7 @@ class Grid:
         """
         found: tuple[Any, Any, Any] = getattr(x, "_tp2d_handed", (None, None, None))
         _, layout, axes = found
-        if layout is None:
+        if layout is None or (axes == self.axes and layout == declared):
             return None
         handed, declared = (
             _on_mesh(normalize(layout, x.ndim), of)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .._once import once_differentiable
 from ..comm import Axis, all_reduce
 
 __all__ = ["token_losses"]

@@ -44,13 +44,14 @@ class Ready:
 
     Args:
         gather: starts the gather of the weight, where one is to be gathered.
-        sources: what the parameters were made of by copying, a view of the values and a copy.
+        sources: values of which the parameters are, or will be, a copy.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     gather: Callable[[], Pending] | None = None
-    sources: Sequence[tuple[Tensor, Tensor]] = ()
+    sources: Sequence[Tensor] = ()
+    _then: Sequence[Tensor] = ()
     _moving: Pending | None = None
 
     def start(self) -> None:
@@ -69,14 +70,14 @@ class Ready:
         if self._moving is not None:
             self._moving.wait()
 
-    def changed(self) -> bool:
-        """Whether a parameter was changed since, though torch did not see it.
+    def remember(self) -> None:
+        """Remember the values, for :meth:`changed`: on a CPU, elsewhere that stops the stream."""
+        self.sources = [source for source in self.sources if source.device.type == "cpu"]
+        self._then = [source.clone() for source in self.sources]
 
-        Looked at where that is cheap, on a CPU; on a GPU it would wait for the stream.
-        """
-        return any(
-            now.device.type == "cpu" and not _same_bits(now, then) for now, then in self.sources
-        )
+    def changed(self) -> bool:
+        """Whether a parameter was changed since, though torch did not see it."""
+        return not all(map(_same_bits, self.sources, self._then))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -174,7 +175,9 @@ class Pass:
             runner = module.__dict__.get("_tp2d")
             if runner is None or not _is_whole(module, runner.grid.mesh):
                 break
-            self._ahead.append((_Seen(module), runner.prepare(module)))
+            ready = runner.prepare(module)
+            ready.remember()
+            self._ahead.append((_Seen(module), ready))
             next_one += 1
 
     def gather_ahead(self) -> None:

@@ -101,7 +101,8 @@ class Kept:
         return entry[2]
 
     def clear(self) -> None:
-        self._entries.clear()
+        if self._entries.data:
+            self._entries = WeakIdKeyDictionary()
 
 
 def versions(x: Any) -> tuple[int | None, ...]:
@@ -110,7 +111,10 @@ def versions(x: Any) -> tuple[int | None, ...]:
     Of a DTensor some count as the shard's alone. What was made in inference mode has no version.
     """
     inside = getattr(x, "_local_tensor", x)
-    return tuple(None if t.is_inference() else t._version for t in (x, inside))
+    of_shard = None if inside.is_inference() else inside._version
+    if inside is x:
+        return (of_shard,)
+    return None if x.is_inference() else x._version, of_shard
 
 
 class Watched:

@@ -14,10 +14,10 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .._once import once_differentiable
 from ..comm import all_gather
 from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, Sizes, describe_mesh

@@ -315,8 +315,7 @@ class _LinearRunner(Runner):
             params.append(module.weight)
         if copied and bias is not None:
             params.append(module.bias)
-        values = [values_of(param) for param in params]
-        sources = [(value, value.clone()) for value in values]
+        sources = [values_of(param) for param in params]
         if copied:
             # The shards themselves take deferred gradients; what was made of them does not.
             weight, bias = late(weight), None if bias is None else late(bias)
@@ -343,14 +342,14 @@ class _LinearRunner(Runner):
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
         if shards is not None:
             have = have[0], Shard(shards.dim)
-        call = Call(op, shards=shards, module=module, context=self.grid.context)
-        if not torch.compiler.is_compiling():
-            call = replace(call, param=Watched(module.weight))
+        moving = None if ready is None else ready.moving
+        param = None if torch.compiler.is_compiling() else Watched(module.weight)
+        call = Call(op, moving, shards, module, param, self.grid.context)
         if ready is None:
             y = linear2d(operand, *self._shards(module), call)
         else:
             assert ready.weight is not None
-            y = linear2d(operand, ready.weight, ready.bias, replace(call, moving=ready.moving))
+            y = linear2d(operand, ready.weight, ready.bias, call)
             running = self.grid.context.running
             if running is not None:
                 running.gather_ahead()

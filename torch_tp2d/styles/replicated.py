@@ -9,10 +9,10 @@ import torch
 import torch.distributed.tensor as dt
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._once import once_differentiable
 from ..comm import Axis
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate, Shard
 
+from ..._once import once_differentiable
 from ...comm import Axis, Pending, move, shift
 from .block import attend, attend_backward, attend_to_all, merge, spread, unspread, wide
 from .order import Order, Part

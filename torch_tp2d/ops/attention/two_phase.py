@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..._once import once_differentiable
 from ...comm import Axis, all_reduce
 from .block import scores_of, spread, unspread
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..._once import once_differentiable
 from ...comm import Axis, Pending
 from ...runtime.context import Context, Watched
 from .cut import Algorithm, Cut

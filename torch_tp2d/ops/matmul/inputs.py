@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..._once import once_differentiable
 from ...comm import reduce_scatter
 from ...runtime.context import Context
 from ...runtime.deferred import Gathering, Products, Transfer, undeferred

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..._once import once_differentiable
 from ...comm import Pending, all_reduce
 from ...runtime.ahead import Regather
 from ...runtime.deferred import Again, Gathering, Later, Products, Transfer, undeferred

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...comm import all_reduce
-from .call import Call, Forward, Gradients, Needs
+from ...runtime.context import selective_region
+from .call import Call, Forward, Gradients, LinearOp, Needs
 
 __all__ = ["backward", "forward"]
 
@@ -23,12 +25,20 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     rows = x.flatten(0, -2)
     b = moving.wait()
     y = algorithm.ab(rows, b, cut) if op.gathers_input else algorithm.abt(rows, b, cut)
-    own = op.own_bias(bias, y.shape[-1])
-    if own is not None:
-        # Not in place: selective checkpointing may keep products.
-        y = y + own
+    if bias is not None:
+        y = _with_bias(y, bias, op)
     y = y.view(*x.shape[:-1], y.shape[-1])
     return Forward((y,), (x, b if op.keep_weight else weight), bias is not None)
+
+
+def _with_bias(y: Tensor, bias: Tensor, op: LinearOp) -> Tensor:
+    columns = op.bias_columns
+    if torch.compiler.is_compiling() or selective_region() is not None:
+        # Selective checkpointing may keep the product.
+        own = op.own_bias(bias, y.shape[-1])
+        return y if own is None else y + own
+    (y if columns is None else y[:, columns]).add_(bias)
+    return y
 
 
 def backward(
