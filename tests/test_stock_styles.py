@@ -332,7 +332,6 @@ def _plain_tensor() -> list[str]:
     return [type(seen).__name__]
 
 
-@pytest.mark.xfail(reason="a deferred tensor reaches the module's own code", strict=False)
 def test_a_prepared_module_is_handed_a_plain_tensor() -> None:
     """``PrepareModuleInput`` on an Identity gave back a tensor class of the library's own."""
     assert world.run(4, _plain_tensor) == [["Tensor"]] * 4

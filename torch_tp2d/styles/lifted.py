@@ -244,6 +244,8 @@ class _Hook:
     def __init__(self, grid: Grid, row_dim: int) -> None:
         self.grid = grid
         self.row_dim = row_dim
+        self.styles_inside = False
+        """Whether what is prepared may be taken by a style, piece by piece as it comes."""
 
     def _prepare(self, value: Any, given: _Input | None, use_local: bool) -> Any:
         """One tensor from the layout that it has to the one wanted; None leaves it alone."""
@@ -275,7 +277,7 @@ class _Hook:
         else:
             value = self.grid.without_stand_in(value, have_layout)
         gathers = isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard)
-        if gathers and have_layout[0] == want_layout[0]:
+        if gathers and have_layout[0] == want_layout[0] and self.styles_inside:
             return gather_for_module(value, have_layout, self.grid, shape)
         moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
         return self.grid.with_stand_in(moved, want_layout, sizes)
@@ -312,6 +314,7 @@ class _InputHook(_Hook):
 
     def settle(self, module: nn.Module, giving: Collection[int] = ()) -> None:
         """Decide what the module is handed, by the styles inside it."""
+        self.styles_inside = any("_tp2d" in inner.__dict__ for inner in module.modules())
         self.use_local = _local_input(self.asked, module, giving)
         if not self.use_local:
             self.inputs.check(module, self.grid)
