@@ -16,6 +16,7 @@ import world
 from marks import deep
 from models import batch, grid_mesh, loss_of, parallelize, relative, transformer
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -308,6 +309,15 @@ def test_a_part_has_the_mask_of_the_whole() -> None:
     y.sum().backward()
     assert x.grad is not None and x.grad.equal(y.detach())
     assert drop(x, torch.ones_like(whole), 1.0).eq(0).all()
+
+
+def test_a_key_goes_with_tensors_of_any_device() -> None:
+    """On a GPU the first dropout died: the key, drawn on the CPU, had been given a dim."""
+    key = draw_key()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for sizes in ((5,), (8, 5), (3, 8, 5)):
+            mask = dropped(key, 0.3, [torch.arange(size, device="cuda") for size in sizes])
+            assert mask.shape == sizes and mask.device.type == "cuda"
 
 
 def _recomputed() -> tuple[float, float]:

@@ -65,19 +65,24 @@ def dropped(key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
     *outer, last = index
     state = _mix(key.to(last.dtype) + _STEP)
     for positions in outer:
-        state = _mix(state.unsqueeze(-1) + (positions + 1) * _STEP)
+        state = _mix(_for_each(state) + (positions + 1) * _STEP)
     # A key for each row of the last dim, in two halves: one is added, the other multiplied by.
     added, factor = state.to(torch.int32), (state >> 32).to(torch.int32) | 1
     column = _mix((last + 1) * _STEP).to(torch.int32)
     # From here on every element costs: 32 bits, in place.
-    h = added.unsqueeze(-1) ^ column
-    h *= factor.unsqueeze(-1)
+    h = _for_each(added) ^ column
+    h *= _for_each(factor)
     for shift, multiplier in zip((15, 12), _MIX32, strict=True):
         # It shifts the sign in, so that h and ~h become one: 31 bits of state are left, and enough.
         h ^= h >> shift
         h *= multiplier
     # The high bits are the best, so they are compared.
     return h < round(p * 2**32) - 2**31 if p < 1 else torch.ones_like(h, dtype=torch.bool)
+
+
+def _for_each(state: Tensor) -> Tensor:
+    # The key alone stays without dims: a CPU's scalar goes with tensors of any device.
+    return state.unsqueeze(-1) if state.ndim else state
 
 
 def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
