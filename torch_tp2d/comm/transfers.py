@@ -449,16 +449,15 @@ def deal(x: Tensor, dim: int, parts: int, axis: Axis, *, back: bool = False) -> 
     if back:
         sends, receives = receives, sends
     else:
-        blocks = blocks[order]
+        # Not by an index tensor, which would be copied to the device each time.
+        blocks = torch.stack([blocks[at] for at in order])
     shape = blocks.shape
 
     def finish(pieces: list[list[Tensor]]) -> Tensor:
         received = [torch.cat(of_rank) for of_rank in zip(*pieces, strict=True)]
         result = torch.cat(received).view(shape)
         if back:
-            result = torch.empty_like(result).index_copy_(
-                0, torch.tensor(order, device=x.device), result
-            )
+            result = torch.stack([result[order.index(at)] for at in range(parts)])
         return result.flatten(0, 1).movedim(0, dim)
 
     largest = width * -(-parts // axis.size)

@@ -15,6 +15,7 @@ of its own: hence this one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -53,15 +54,26 @@ def spread(x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     """A key or value for each query head: ``x[:, heads]``."""
     if heads is None:
         return x
-    return x.index_select(1, torch.tensor(heads, device=x.device, dtype=torch.int64))
+    # Not by an index tensor, which would be copied to the device for each layer.
+    shared = [x.narrow(1, head, 1).expand(-1, count, -1, -1) for head, count in _uses(heads)]
+    return torch.cat(shared, 1) if shared else x.narrow(1, 0, 0)
 
 
 def unspread(grad: Tensor, heads: tuple[int, ...] | None, count: int) -> Tensor:
     """The gradient of ``x`` of ``count`` heads from that of ``spread(x, heads)``."""
     if heads is None:
         return grad
-    index = torch.tensor(heads, device=grad.device, dtype=torch.int64)
-    return grad.new_zeros(grad.shape[0], count, *grad.shape[2:]).index_add_(1, index, grad)
+    total = grad.new_zeros(grad.shape[0], count, *grad.shape[2:])
+    start = 0
+    for head, used in _uses(heads):
+        total[:, head] = grad.narrow(1, start, used).sum(1)
+        start += used
+    return total
+
+
+def _uses(heads: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each head, in ascending order, and by how many it is used."""
+    return [(head, len(list(uses))) for head, uses in groupby(heads)]
 
 
 def scores_of(
