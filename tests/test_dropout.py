@@ -272,6 +272,46 @@ def test_declared_features_over_both_axes(inner: int) -> None:
     assert max(world.run(4, _features_over_both_axes, inner)) < TOLERANCE
 
 
+class _Attention(nn.Module):
+    """Attention as a user writes it, of a vision model say: no embedding tells its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dropout_p = 0.4
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (y(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for y in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(*heads, dropout_p=self.dropout_p)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def _uneven_batch() -> float:
+    model = _Attention()
+    reference = on_one_device(model)
+    plan = {"[qkv]": Colwise2D(), "o": Rowwise2D(output_layouts=Replicate())}
+    torch_tp2d.parallelize_module(model, grid_mesh(2, 2), plan)
+    x = torch.randn(5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    row = model.q._tp2d.grid.row.index
+    outputs = []
+    for part, given in ((reference, x), (model, x.chunk(2)[row])):
+        torch.manual_seed(7)
+        with OnOneDevice() if part is reference else contextlib.nullcontext():
+            outputs.append(part(given))
+    return relative(outputs[1].detach(), outputs[0].detach().chunk(2)[row])
+
+
+def test_a_batch_that_does_not_divide_and_that_nothing_tells() -> None:
+    """A random program found other masks than one device's: of 5 samples rows have 3 and 2.
+
+    Where no embedding tells the batch, each rank took its own part times the number of rows for
+    it, so that the second row's samples began with the first row's last one.
+    """
+    assert max(world.run(4, _uneven_batch)) < TOLERANCE
+
+
 def test_what_a_modules_own_code_drops() -> None:
     for seen in world.run(4, _feeds, 2, 2, FunctionalLayer):
         assert max(seen.values()) < TOLERANCE, seen

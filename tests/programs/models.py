@@ -451,6 +451,9 @@ class Plan:
             # Nothing tells such a norm how its local input lies.
             if layout == "features" or (layout == "tokens" and model.embed is None):
                 style = "declared"
+            # Nor, where torch applies the plan, on which axes the styles beside it act.
+            if self.only_stock and model.apply == "torch":
+                style = "declared"
         if style == "unnamed" and (self.names_all or (name == "norm" and model.apply != "whole")):
             style = "declared"
         if style != "norm2d" and layout == "features" and norm.kind == "rms":

@@ -35,6 +35,8 @@ REFUSED: tuple[str, ...] = (
     "the plan does not tell its layout",
     "has fewer than .* which DTensor's own operations do not keep apart",
     "which FSDP2 does not take",
+    # Fewer tokens than rows, of a sequence that row_dim=1 splits.
+    "leaves some of tp_row=. without keys",
     # Dropout likewise.
     "do not tell its layout: name the nn.Dropout",
     "as wide as another's whole output: name the nn.Dropout",

@@ -319,39 +319,62 @@ class Masks:
             ]
             if cuts:
                 if shape is not None:
-                    extent = shape[dim]
+                    extent: int | None = shape[dim]
                 elif features is not None and dim == x.ndim - 1:
                     extent = features
                 else:
                     extent = self._extent(x, dim, cuts, layout)
-                for axis in cuts:
-                    sizes = axis.split(extent)
-                    start += sum(sizes[: axis.index])
-                    extent = sizes[axis.index]
+                start = self._start(x, dim, cuts) if extent is None else _start_of(extent, cuts)
             index.append(torch.arange(start, start + size, device=x.device))
         return index
 
-    def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int:
-        """Size of the whole of a dim of a local input."""
+    def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int | None:
+        """Size of the whole of a dim of a local input; None where other ranks have to be asked.
+
+        Which is for all of them to ask, so that what this rank alone holds does not decide it.
+        """
         sizes, known = self.grid.tokens_of(x), self.grid.context.tokens
-        # [batch, hidden] or [batch, heads, queries, keys]
-        place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
-        whole = None
         if sizes is not None and dim < len(sizes):
-            whole = sizes[dim]
-        elif known is not None and len(known) == 2 and place is not None:
-            whole = known[place]
-        if whole is not None:
-            extent = whole
-            for axis in cuts:
-                extent = axis.split(extent)[axis.index]
             # One element may stand in for none, see Grid.with_stand_in.
-            if x.shape[dim] in (extent, extent or 1):
-                return whole
-        if x.ndim == 3 or (x.ndim == 2 and whole is None):
+            mine = _part_of(sizes[dim], cuts)
+            here = x.shape[dim] in (mine, mine or 1)
+            return sizes[dim] if here else self.grid.extent(x, dim, layout)
+        if x.ndim == 3:
             return self.grid.extent(x, dim, layout)
-        # A list, which Dynamo traces; it does not trace a generator here.
-        return x.shape[dim] * math.prod([axis.size for axis in cuts])
+        # [batch, hidden] or [batch, heads, queries, keys]; or several of them for each sample.
+        place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
+        whole = known[place] if known is not None and len(known) == 2 and place is not None else 0
+        parts = math.prod([axis.size for axis in cuts])
+        heads = x.ndim > 3 and place is None
+        if heads or torch.compiler.is_compiling() or (whole and whole % parts == 0):
+            return x.shape[dim] * parts
+        return None
+
+    def _start(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> int:
+        """Where this rank's part of a dim begins, as the other ranks say."""
+        start, size = 0, x.shape[dim]
+        for axis in reversed(cuts):
+            mine = torch.tensor([size], device=x.device)
+            sizes = all_gather(mine, 0, (1,) * axis.size, axis).wait().tolist()
+            start += sum(sizes[: axis.index])
+            size = sum(sizes)
+        return start
+
+
+def _part_of(extent: int, cuts: Sequence[Axis]) -> int:
+    for axis in cuts:
+        extent = axis.split(extent)[axis.index]
+    return extent
+
+
+def _start_of(extent: int, cuts: Sequence[Axis]) -> int:
+    """Where this rank's part of a dim begins."""
+    start = 0
+    for axis in cuts:
+        sizes = axis.split(extent)
+        start += sum(sizes[: axis.index])
+        extent = sizes[axis.index]
+    return start
 
 
 class _DropoutRunner(Runner):
