@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_comm
@@ -31,7 +33,7 @@ from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
 
 TOLERANCE = 1e-10
-GRIDS = [(2, 2), (4, 1), (1, 3), deep(3, 2)]
+GRIDS = [(2, 2), (4, 1), (1, 2), deep(3, 2)]
 
 
 def _off_gloo(body: Callable[..., Any], *args: Any) -> Any:
@@ -120,13 +122,21 @@ def _order() -> tuple[str, ...]:
 
 
 def test_the_order_of_events() -> None:
-    """As on gloo, but each transfer whole, and a rank's own rows with it.
+    """As on gloo (``test_pipelined``), but each transfer whole, a rank's own rows with it.
 
-    Weights are gathered ahead (``GG``), and the sums for bias and weight leave while the input's
-    gradient is on its way.
+    Both weights are gathered ahead (``GG``); the sums for bias and weight leave (``RS``) before the
+    input's gradient is multiplied, and the other weight's is multiplied (``Rx``) and sent (``S``)
+    as on gloo.
     """
     for events in off_gloo(4, _order):
-        assert events == ()
+        assert events == ("Gg.g..xG.xs.", "g.xxRS..xsRx.S..", "GGg.g..x.xs.", "g.xxRSxsRx...S..")
+
+
+def _regathered() -> tuple[int, int]:
+    with mock.patch.object(
+        test_pipelined, "plan", partial(test_pipelined.plan, algorithm="pipelined")
+    ):
+        return test_pipelined._regathered()
 
 
 def test_inputs_gathered_again_are_not_kept() -> None:
@@ -134,7 +144,7 @@ def test_inputs_gathered_again_are_not_kept() -> None:
 
     Cause: there they were gathered at once, as plain tensors, of which no shard is known.
     """
-    assert set(off_gloo(4, test_pipelined._regathered)) == {(0, 4 * 1536)}
+    assert set(off_gloo(4, _regathered)) == {(0, 4 * 1536)}
 
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])

@@ -4,8 +4,8 @@ A body is a function of a test module; it finds a process group over its ranks, 
 come back in rank order. The ranks of a size are started once and run the bodies of a test module
 one after the other, since the first collective, the first DTensor and the first compiled graph of
 a process take longer than most tests. What a body leaves behind (seed, default dtype, compiled
-graphs, assumed rates) is put back; a body that fails, or ends the process group, costs its ranks.
-One that needs ranks of its own, or harms them, asks for them by ``fresh=True``.
+graphs, assumed rates, sizes of pieces) is put back; a body that fails, or ends the process group,
+costs its ranks. One that needs ranks of its own, or harms them, asks for them by ``fresh=True``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def _as_found() -> Any:
     import torch
 
     from torch_tp2d import planner
+    from torch_tp2d.comm import axis
 
     environment, seed = dict(os.environ), torch.initial_seed()
+    pieces = axis.PIECE_BYTES, axis.FAST_PIECE_BYTES
     # What "auto" stands for must not depend on how busy this machine is.
     planner.assume(None)
     try:
@@ -59,6 +61,7 @@ def _as_found() -> Any:
         os.environ.clear()
         os.environ.update(environment)
         torch.manual_seed(seed)
+        axis.PIECE_BYTES, axis.FAST_PIECE_BYTES = pieces
         torch.set_default_dtype(torch.float32)
         if "torch._dynamo" in sys.modules:
             sys.modules["torch._dynamo"].reset()
