@@ -24,13 +24,14 @@ import test_weight_stationary
 import torch
 import world
 from marks import deep
-from models import grid_mesh, plan_2d
+from models import grid_mesh
 from torch import nn
 from torch.distributed.tensor import Shard
 
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, comm, parallelize_module, planner
 from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
+from torch_tp2d.runtime.deferred import Transfer
 
 TOLERANCE = 1e-10
 GRIDS = [(2, 2), (4, 1), (1, 2), deep(3, 2)]
@@ -133,9 +134,10 @@ def test_the_order_of_events() -> None:
 
 
 def _regathered() -> tuple[int, int]:
-    with mock.patch.object(
-        test_pipelined, "plan", partial(test_pipelined.plan, algorithm="pipelined")
-    ):
+    pipelined = partial(test_pipelined.plan, algorithm="pipelined")
+    # The body puts another __init__ in its place, which later ones would have too.
+    own = mock.patch.object(Transfer, "__init__", Transfer.__init__)
+    with own, mock.patch.object(test_pipelined, "plan", pipelined):
         return test_pipelined._regathered()
 
 
@@ -161,11 +163,7 @@ def test_losses(rows: int, columns: int) -> None:
 
 
 def test_a_compiled_block() -> None:
-    differences = off_gloo(
-        4, test_compile._compiled, test_compile.BACKEND, plan_2d(), test_transformer.UNEVEN
-    )
-    assert max(differences) < TOLERANCE
-    for differs, graphs in off_gloo(4, test_compile._recorded, 2, 2, (4, 8, 24, 48), 256):
+    for differs, graphs in off_gloo(4, test_compile._recorded, 2, 2, (3, 7, 10, 14), 256):
         assert differs < TOLERANCE and graphs
 
 
