@@ -1,8 +1,8 @@
 """What other transports than gloo's do, on gloo processes: NCCL's ways, against one device.
 
 Bodies of other tests are run as they are, by :func:`_off_gloo`. Any part of the suite can be:
-``TP2D_TRANSPORT=nccl python -m pytest tests/test_transformer.py``, say. Only the tests that count
-gloo's pieces, or look for its groups, fail then.
+``TP2D_TRANSPORT=nccl python -m pytest tests/test_transformer.py``, say. What fails then is about
+gloo: sums by exchange, pieces, groups of our own, and ``"auto"`` that gathers weights ahead.
 """
 
 from __future__ import annotations
