@@ -28,8 +28,8 @@ def exchange_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         name="benchmark",
         parts=(size,),
         index=group.rank(),
-        group=groups.own_group(ranks, gloo=True).group_name,
-        is_gloo=True,
+        group=groups.own_group(ranks, "cpu", groups.BACKEND).group_name,
+        transport=comm.GLOO,
     )
     return comm.reduce_scatter(x, 0, [x.shape[0] // size] * size, axis).wait()
 

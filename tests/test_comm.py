@@ -103,7 +103,7 @@ def test_a_fast_link_takes_larger_pieces() -> None:
 def _exact_reduce_scatter() -> None:
     """torch's own gloo reduce-scatter, under the flag that turns the exchange off."""
     grid = Grid(grid_mesh(2, 2))
-    plain = comm.Axis("plain", grid.col.parts, grid.col.index, grid.col.group, is_gloo=False)
+    plain = comm.Axis("plain", grid.col.parts, grid.col.index, grid.col.group, comm.NCCL)
     for size in (6, 7, 1):
         part = _whole(size, 3, seed=dist.get_rank())
         ours = comm.reduce_scatter(part, 0, grid.col.split(size), grid.col).wait()

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from .comm import Axis, move
-from .comm.groups import is_gloo, own_group
 from .mesh.grid import Grid, check_mesh, describe_mesh
 from .mesh.layouts import TP_COL, TP_ROW
 from .ops.cross_entropy import token_losses
@@ -250,15 +248,7 @@ def _axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
             f"{describe_mesh(root)}: whether the other axis holds other tokens is not known, so "
             f'that a mean over all is not either; put them on mesh["{TP_ROW}", "{TP_COL}"]'
         )
-    gloo = is_gloo(mesh)
-    axes = []
-    for dim, size in enumerate(mesh.shape):
-        group = mesh.get_group(dim)
-        if gloo and size > 1:
-            group = own_group(dist.get_process_group_ranks(group), gloo=True)
-        name = names[dim] if names else f"dim{dim}"
-        axes.append(Axis(name, (size,), mesh.get_local_rank(dim), group.group_name, gloo))
-    return tuple(axes)
+    return tuple(Axis.of(mesh, dim) for dim in range(mesh.ndim))
 
 
 def _mean(

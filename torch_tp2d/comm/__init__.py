@@ -28,12 +28,16 @@ from .transfers import (
     reduce_scatter,
     shift,
 )
+from .transport import GLOO, NCCL, Transport, transport_of
 
 __all__ = [
     "FAST_PIECE_BYTES",
+    "GLOO",
+    "NCCL",
     "ROUND_SECONDS",
     "Axis",
     "Pending",
+    "Transport",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -52,5 +56,6 @@ __all__ = [
     "reduce_scatter",
     "shift",
     "shift_grad",
+    "transport_of",
     "without_own",
 ]

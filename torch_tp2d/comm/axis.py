@@ -1,7 +1,6 @@
 """One axis of the grid, and how what travels along it is cut.
 
-A large message between two ranks that also send to each other takes twice its time on gloo, so what
-travels both ways is cut into pieces of :data:`PIECE_BYTES`.
+Where its transport cuts, what travels both ways is sent in pieces of :data:`PIECE_BYTES`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..mesh.layouts import nested_chunk_sizes
+from .groups import own_group
+from .transport import NCCL, Transport, transport_of
 
 __all__ = [
     "FAST_PIECE_BYTES",
     "PIECE_BYTES",
-    "ROUNDS",
     "ROUND_SECONDS",
     "Axis",
     "Link",
@@ -31,10 +32,10 @@ __all__ = [
 ]
 
 PIECE_BYTES = 192 * 1024
-"""On gloo what travels both ways is cut into pieces of about this size, sent one after another.
+"""What is cut is sent in pieces of about this size, one after another.
 
-Whole, 4 MB to and fro between two ranks took 2.0 times bytes/rate; in 8 pieces 1.09, in 16 1.02.
-At 200 Mbit/s steps were shorter than with 128, 256 and 384 KB.
+On gloo 4 MB to and fro between two ranks, whole, took 2.0 times bytes/rate; in 8 pieces 1.09, in
+16 1.02. At 200 Mbit/s steps were shorter than with 128, 256 and 384 KB.
 """
 
 FAST_PIECE_BYTES = 512 * 1024
@@ -47,12 +48,6 @@ FAST = 50e6
 
 ROUND_SECONDS = 0.3e-3
 """What one round of the pipelined algorithm costs a rank beside its product, on gloo."""
-
-ROUNDS = 4
-"""The most rounds of the pipelined algorithm where nothing is cut for the wire's sake.
-
-More hide more of the transfer, and make the products smaller than a GPU likes; not measured yet.
-"""
 
 
 @dataclass
@@ -91,13 +86,23 @@ class Axis:
     parts: tuple[int, ...]
     index: int
     group: str
-    is_gloo: bool
-    """Whether transfers are cut, and reduce-scatters made of all-to-alls (module docstring)."""
+    transport: Transport = NCCL
     link: Link = field(default_factory=Link, repr=False)
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", math.prod(self.parts))
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, dim: int) -> Axis:
+        """A mesh's own. To be asked for by all its ranks together."""
+        group, transport = mesh.get_group(dim), transport_of(mesh)
+        if transport.own_groups is not None and group.size() > 1:
+            ranks = dist.get_process_group_ranks(group)
+            group = own_group(ranks, mesh.device_type, transport.own_groups)
+        name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"dim{dim}"
+        index, link = mesh.get_local_rank(dim), link_of(group)
+        return cls(name, (group.size(),), index, group.group_name, transport, link)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -110,20 +115,19 @@ class Axis:
 
     def pieces(self, elements: int, dtype: torch.dtype) -> int:
         """Into how many pieces a transfer of ``elements`` to one peer is cut."""
-        return self._cut(elements, dtype) if self.is_gloo else 1
+        if not self.transport.cuts:
+            return 1
+        largest = FAST_PIECE_BYTES if self.link.fast else PIECE_BYTES
+        return max(1, elements * dtype.itemsize // largest)
 
     @property
     def spares_own(self) -> bool:
         """Whether what a rank has of a gather, or keeps of a sum, is left off the wire's buffers.
 
-        On gloo, which copies it. Not in a graph, which might drop a transfer that brings nothing
-        to its own rank while the others wait for what it sends.
+        Not in a graph, which might drop a transfer that brings nothing to its own rank while the
+        others wait for what it sends.
         """
-        return self.is_gloo and not torch.compiler.is_compiling()
-
-    def _cut(self, elements: int, dtype: torch.dtype) -> int:
-        largest = FAST_PIECE_BYTES if self.link.fast else PIECE_BYTES
-        return max(1, elements * dtype.itemsize // largest)
+        return self.transport.spares_own and not torch.compiler.is_compiling()
 
     def rounds(
         self, sizes: Sequence[int], width: int, dtype: torch.dtype
@@ -138,8 +142,7 @@ class Axis:
             ``counts[r]`` of them.
         """
         longest, shortest = max(sizes), min(sizes)
-        count = self._cut(longest * width, dtype)
-        count = count if self.is_gloo else min(count, ROUNDS)
+        count = self.pieces(longest * width, dtype)
         starts = range(0, shortest, -(-shortest // count)) if shortest else range(1)
         return [
             (start, tuple(min(end, size) - start for size in sizes))

@@ -30,7 +30,6 @@ __all__ = [
     "BACKEND",
     "gather_facts",
     "inherit_timeout",
-    "is_gloo",
     "own_group",
     "sends",
     "timeout_of",
@@ -58,12 +57,6 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
 
 if dist.is_available() and dist.is_gloo_available():
     dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
-
-
-def is_gloo(mesh: DeviceMesh) -> bool:
-    """Whether what the mesh's ranks send travels by gloo."""
-    group = mesh.get_group(0)
-    return bool(group._get_backend(torch.device(mesh.device_type)).name() == "gloo")
 
 
 def inherit_timeout(mesh: DeviceMesh) -> None:
@@ -110,27 +103,29 @@ def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_Made = dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup]
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 
 
-def own_group(ranks: Sequence[int], *, gloo: bool) -> dist.ProcessGroup:
+def own_group(ranks: Sequence[int], device: str, backend: str | None) -> dist.ProcessGroup:
     """A group of our own of these ranks, made when they first ask for it, all of them together.
 
     Kept as long as the world that it is a part of, rather than as long as a mesh: ranks collect
     garbage at different times, and one that still has its group would not come to make another.
+
+    Args:
+        device: the type of the device on which lies what is sent.
+        backend: of the group; None is the one that the process has.
     """
     world = dist.group.WORLD
     assert world is not None
     made = _groups.setdefault(world, {})
-    key = tuple(ranks)
+    key = backend, tuple(ranks)
     if key not in made:
-        device = torch.device("cpu" if gloo else torch._C._get_accelerator().type)
         made[key] = dist.new_group(
             list(ranks),
-            backend=BACKEND if gloo else None,
-            timeout=timeout_of(world, device),
+            backend=backend,
+            timeout=timeout_of(world, torch.device(device)),
             use_local_synchronization=True,
         )
     return made[key]

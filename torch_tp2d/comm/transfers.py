@@ -1,9 +1,7 @@
 """The raw collectives: each starts a transfer and returns a :class:`Pending`.
 
 What is computed before its ``wait()`` overlaps with it; the matmul algorithms are written with
-these. They take uneven shards, padded on the wire only. gloo's own reduce-scatter costs as much as
-an all-reduce (measured, see ``benchmarks``), so there :func:`reduce_scatter` exchanges the shards
-with an all-to-all and sums them here.
+these. They take uneven shards, padded on the wire only.
 """
 
 from __future__ import annotations
@@ -216,7 +214,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
     longest = max(sizes)
     if longest * width == 0:
         return Pending(whole.new_empty((mine, *rest)).movedim(0, dim))
-    if axis.is_gloo:
+    if axis.transport.exchanges_sums:
 
         def finish(pieces: list[list[Tensor]]) -> Tensor:
             sums = [_sum(piece) for piece in pieces]

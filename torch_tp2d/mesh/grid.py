@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..comm import Axis, Pending, all_gather, link_of, move
-from ..comm.groups import is_gloo, own_group
+from ..comm import Axis, Pending, all_gather, link_of, move, transport_of
+from ..comm.groups import own_group
 from ..runtime.context import Sizes, context_of
 from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
 
@@ -65,15 +65,6 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    group = mesh.get_group(name)
-    gloo = is_gloo(mesh)
-    if gloo and group.size() > 1:
-        group = own_group(dist.get_process_group_ranks(group), gloo=True)
-    index, link = mesh.get_local_rank(name), link_of(group)
-    return Axis(name, (group.size(),), index, group.group_name, gloo, link)
-
-
 def _flat_axis(mesh: DeviceMesh) -> Axis:
     """Both axes as one line of N ranks, in row-major order.
 
@@ -87,14 +78,14 @@ def _flat_axis(mesh: DeviceMesh) -> Axis:
             f"a style on both axes needs the ranks of the mesh in ascending order, row by row, but "
             f"those of {describe_mesh(mesh)} are {mesh.mesh.tolist()}: {_MESH_MEND}"
         )
-    gloo = is_gloo(mesh)
-    group = own_group(ranks, gloo=gloo)
+    transport = transport_of(mesh)
+    group = own_group(ranks, mesh.device_type, transport.own_groups)
     return Axis(
         name=f"{TP_ROW}_{TP_COL}",
         parts=tuple(mesh.shape),
         index=ranks.index(dist.get_rank()),
         group=group.group_name,
-        is_gloo=gloo,
+        transport=transport,
         link=link_of(group),
     )
 
@@ -113,12 +104,12 @@ class Grid:
         self.axes: Axes = axes if isinstance(axes, str) or len(axes) > 1 else axes[0]
         self.context = context_of(mesh)
         if self.axes == TP_COL:
-            self.row, self.col = _axis(mesh, TP_ROW), _axis(mesh, TP_COL)
+            self.row, self.col = Axis.of(mesh, 0), Axis.of(mesh, 1)
         elif self.axes == TP_ROW:
-            self.row, self.col = _axis(mesh, TP_COL), _axis(mesh, TP_ROW)
+            self.col, self.row = Axis.of(mesh, 0), Axis.of(mesh, 1)
         elif self.axes == (TP_ROW, TP_COL):
             self.col = _flat_axis(mesh)
-            self.row = Axis("none", (1,), 0, "", False)
+            self.row = Axis("none", (1,), 0, "")
         else:
             raise ValueError(
                 f'axes is "{TP_COL}", "{TP_ROW}" or ("{TP_ROW}", "{TP_COL}"), not {axes!r}'

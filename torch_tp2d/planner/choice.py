@@ -15,12 +15,13 @@ ADVANTAGE = 0.9
 """Another dataflow than the style's own is chosen if it takes this part of the time, or less."""
 
 
-def choose_algorithm(is_gloo: bool, rates: Rates | None) -> str:
+def choose_algorithm(goes_by_rates: bool, rates: Rates | None) -> str:
     """``pipelined`` where transfers take longer than what cutting them in rounds costs.
 
-    Off gloo ``collective``: rounds have not been measured there.
+    Args:
+        goes_by_rates: of the transport; ``collective`` where rounds have not been measured.
     """
-    if not is_gloo:
+    if not goes_by_rates:
         return "collective"
     if rates is None:
         return "pipelined"

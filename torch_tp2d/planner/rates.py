@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Axis, all_gather, all_reduce, link_is
 
-__all__ = ["Rates", "assume", "assumed", "measured"]
+__all__ = ["Rates", "assume", "assumed", "known", "measured"]
 
 PROBE_BYTES = 512 * 1024
 """What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
@@ -61,21 +61,22 @@ def assumed() -> str:
 def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
     """The rates of a mesh, measured when they are first asked for. Every rank has the same.
 
-    To be asked for by all ranks of the mesh together. Of gloo only, whose links differ by far
-    from machine to machine; None elsewhere.
+    To be asked for by all ranks of the mesh together: when a plan's first style that chooses by
+    them is applied, and at no other time. Not on transports that do not go by rates.
     """
-    if _assumed:
-        return _assumed[0]
-    if not (row.is_gloo and col.is_gloo):
-        return None
-    root = mesh._get_root_mesh()
-    if root not in _known:
+    root, goes_by_rates = mesh._get_root_mesh(), row.transport.goes_by_rates
+    if goes_by_rates and not _assumed and root not in _known:
         # Real numbers, whatever the model is made on.
         with torch.device("cpu"), torch.no_grad():
             rates = _known[root] = _measure(row, col)
         link_is(rates.row, row)
         link_is(rates.col, col)
-    return _known[root]
+    return known(mesh)
+
+
+def known(mesh: DeviceMesh) -> Rates | None:
+    """What was assumed, or measured before; sends nothing."""
+    return _assumed[0] if _assumed else _known.get(mesh._get_root_mesh())
 
 
 def _measure(row: Axis, col: Axis) -> Rates:

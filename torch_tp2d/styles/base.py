@@ -24,6 +24,7 @@ from .. import debug
 from .._once import once_differentiable
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
+from ..planner.rates import measured
 from ..runtime.deferred import undeferred
 from .module_kinds import describe_module
 
@@ -99,13 +100,22 @@ class GridStyle(ParallelStyle):
         """The module, name and (row, col) layout of each parameter that this style places."""
         return iter(())
 
+    def goes_by_rates(self, module: nn.Module, grid: Grid) -> bool:
+        """Whether what its runner does depends on the rates of the mesh's links."""
+        return False
+
     @abstractmethod
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        """What the module's forward becomes; made before its parameters are placed."""
+        """What the module's forward becomes; made before its parameters are placed.
+
+        Without a collective: what is to be measured for it is known by then.
+        """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         grid = Grid(device_mesh, self.axes)
         self.check(module, grid)
+        if self.goes_by_rates(module, grid):
+            measured(grid.mesh, grid.row, grid.col)
         runner = self.runner(module, grid)
         for owner, name, layout in list(self.param_layouts(module)):
             place_parameter(owner, name, grid, layout, self.src_data_rank)

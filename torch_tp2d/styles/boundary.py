@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._once import once_differentiable
-from ..comm import all_gather
 from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
@@ -305,24 +304,18 @@ def gather_for_module(
     shards = _shards(x, declared, grid, None, shape)
     if shards.dim == x.ndim - 1:
         return _gather_features_for_module(x, declared, grid, shards, shape)
-    in_graph = grid.col.is_gloo and torch.compiler.is_compiling()
-    if in_graph:
+    if torch.compiler.is_compiling():
         # The graph waits for the twin, as that is multiplied; for this one only if the module's
         # own code reads it. What is on its way is one and the same.
         whole = Transfer(x, *shards).value(if_used=True)
-    elif grid.col.is_gloo:
-        whole = Gathering(Transfer(x, *shards))
     else:
-        whole = all_gather(x.detach(), *shards).wait().contiguous()
+        whole = Gathering(Transfer(x, *shards))
     learns = torch.is_grad_enabled() and x.requires_grad
     result = grid.with_stand_in(_Attach.apply(x, whole, shards) if learns else whole, wanted, sizes)
-    if in_graph or learns:
-        if in_graph:
-            result._tp2d_partial = (wanted, Shared(x, shards, grid.context))  # type: ignore[attr-defined]
-        elif torch.compiler.is_compiling():
-            result._tp2d_partial = (wanted, gather(x, shards, grid.context, whole))  # type: ignore[attr-defined]
-        else:
-            grid.context.twins.put(result, wanted, gather(x, shards, grid.context, whole))
+    if torch.compiler.is_compiling():
+        result._tp2d_partial = (wanted, Shared(x, shards, grid.context))  # type: ignore[attr-defined]
+    elif learns:
+        grid.context.twins.put(result, wanted, gather(x, shards, grid.context, whole))
     return result
 
 

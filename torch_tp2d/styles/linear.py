@@ -20,7 +20,7 @@ from ..ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d
 from ..ops.matmul.call import low_precision
 from ..ops.matmul.pipelined import late
 from ..planner.choice import LinearCase, choose_algorithm, choose_dataflow
-from ..planner.rates import Rates, measured
+from ..planner.rates import Rates, known
 from ..runtime.ahead import Ready, take_up
 from ..runtime.context import Sizes, Watched
 from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards, values_of
@@ -216,15 +216,18 @@ class _MatmulStyle(GridStyle):
                 f"leave them out"
             )
 
+    def goes_by_rates(self, module: nn.Module, grid: Grid) -> bool:
+        if self.algorithm != "auto" or self.dataflow == STATIONARY or grid.axes != TP_COL:
+            return False
+        return not (is_patch_embedding(module) or is_embedding(module))
+
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         if is_patch_embedding(module):
             return PatchRunner(self, module, grid, self._weight_layout(module))
         if not is_embedding(module):
             if self.dataflow == STATIONARY:
                 return _StationaryRunner(self, module, grid)
-            rates = None
-            if self.algorithm == "auto" and grid.axes == TP_COL:
-                rates = measured(grid.mesh, grid.row, grid.col)
+            rates = known(grid.mesh) if self.goes_by_rates(module, grid) else None
             own = _LinearRunner(self, module, grid, rates)
             if rates is None or self.dataflow != "auto" or not self.shards_over_row:
                 return own
@@ -269,9 +272,8 @@ class _LinearRunner(Runner):
         gathers = style.rule.gathers_input
         name = style.algorithm
         if name == "auto":
-            name = (
-                "pipelined" if style.regather_input else choose_algorithm(grid.col.is_gloo, rates)
-            )
+            by_rates = grid.col.transport.goes_by_rates
+            name = "pipelined" if style.regather_input else choose_algorithm(by_rates, rates)
         algorithm = ALGORITHMS[name]
         self.in_rounds = name == "pipelined"
         self.may_reshard = style.reshard_after_forward is None

@@ -70,7 +70,7 @@ def attention_projections(
     check_groups(num_heads, key_heads)
     if whole_keys and row_dim != 1:
         raise ValueError("whole_keys is for row_dim=1, where tp_row splits the sequence")
-    heads = Heads(num_heads, key_heads, Axis("tp_col", (columns,), 0, "", False))
+    heads = Heads(num_heads, key_heads, Axis("tp_col", (columns,), 0, ""))
 
     def into_heads(whole: bool, over_row: bool) -> Colwise2D:
         outputs = Replicate() if over_row else Shard(row_dim), Replicate() if whole else Shard(-1)

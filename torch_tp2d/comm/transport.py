@@ -1,0 +1,78 @@
+"""What gloo and NCCL want different, chosen once for each axis.
+
+Everything above :mod:`torch_tp2d.comm` is the same on both: the same algorithms, weights gathered
+ahead, sums sent late.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .groups import BACKEND
+
+__all__ = ["GLOO", "NCCL", "Transport", "transport_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Transport:
+    """How the ranks of an axis send to one another.
+
+    Args:
+        name: for messages.
+        own_groups: the backend of the process groups that axes get for themselves; None where they
+            send on the mesh's (:mod:`torch_tp2d.comm.groups`).
+        cuts: whether large transfers are cut in pieces, by the rate of the link
+            (:mod:`torch_tp2d.comm.axis`); ``pipelined`` has one round for each, else one alone.
+        exchanges_sums: whether a reduce-scatter is an exchange of shards and a sum of them here,
+            rather than the backend's own.
+        spares_own: whether what a rank has of a gather, or keeps of a sum, is left off the wire's
+            buffers.
+        goes_by_rates: whether links are measured, for ``"auto"`` to choose algorithm and dataflow
+            by; else it is ``collective`` and the style's own dataflow.
+    """
+
+    name: str
+    own_groups: str | None
+    cuts: bool
+    exchanges_sums: bool
+    spares_own: bool
+    goes_by_rates: bool
+
+
+GLOO = Transport(
+    "gloo",
+    own_groups=BACKEND,
+    # A large message between two ranks that also send to each other takes twice its time.
+    cuts=True,
+    # gloo's own costs as much as an all-reduce (measured, see benchmarks).
+    exchanges_sums=True,
+    # gloo copies it.
+    spares_own=True,
+    goes_by_rates=True,
+)
+
+NCCL = Transport(
+    "nccl", own_groups=None, cuts=False, exchanges_sums=False, spares_own=False, goes_by_rates=False
+)
+"""Of every other backend too: collectives as they are, on the mesh's groups, nothing measured."""
+
+
+def transport_of(mesh: DeviceMesh) -> Transport:
+    """The transport of a mesh's axes. Nothing else asks for the backend.
+
+    ``TP2D_TRANSPORT=nccl`` in the environment of every rank takes NCCL's on any backend, so that
+    the tests can go its ways on gloo processes (those of ``init_process_group("gloo_in_order")``,
+    see :mod:`torch_tp2d.comm.groups`).
+
+    Raises:
+        ValueError: if that variable says anything else.
+    """
+    asked = os.environ.get("TP2D_TRANSPORT", "")
+    if asked not in ("", NCCL.name):
+        raise ValueError(f'TP2D_TRANSPORT is "{NCCL.name}" or not set, not {asked!r}')
+    backend = mesh.get_group(0)._get_backend(torch.device(mesh.device_type))
+    return GLOO if backend.name() == "gloo" and not asked else NCCL
