@@ -196,7 +196,7 @@ def test_a_model_without_an_embedding_beside_one_that_has_one() -> None:
     A benchmark of a single block, run in a process where a whole model had run before, was
     refused its input, and the message did not say whose tokens those were.
     """
-    for message in run(4, _beside_another):
+    for message in run(4, _beside_another, fresh=True):
         other, same = message.split("\n")
         assert other == "right"
         assert "of the tokens (4, 12) that were last embedded" in same

@@ -61,7 +61,6 @@ def _as_found() -> Any:
         os.environ.clear()
         os.environ.update(environment)
         torch.manual_seed(seed)
-        axis.PIECE_BYTES, axis.FAST_PIECE_BYTES = pieces
         torch.set_default_dtype(torch.float32)
         # What was measured, or said, of the links between the ranks.
         axis._links.clear()
