@@ -419,10 +419,11 @@ def _state_dicts(shape: Shape, plan: str) -> Differences:
     assert _same(before, model.state_dict())
 
     # Whole: on rank 0, and from there.
-    kept = _copied(get_optimizer_state_dict(model, optimizer))
+    kept = _copied(get_optimizer_state_dict(model, optimizer))["state"]
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=options)
-    of_optimizer = get_optimizer_state_dict(model, optimizer, options=options)
+    # On a CPU what is whole already is the parameter itself.
+    whole = _copied(get_model_state_dict(model, options=options))
+    of_optimizer = _copied(get_optimizer_state_dict(model, optimizer, options=options))
     if dist.get_rank():
         assert not whole and not of_optimizer
     else:
@@ -441,14 +442,14 @@ def _state_dicts(shape: Shape, plan: str) -> Differences:
     set_model_state_dict(model, whole, options=options)
     set_optimizer_state_dict(model, optimizer, of_optimizer, options=options)
     assert _same(before, model.state_dict())
-    assert _same(kept, get_optimizer_state_dict(model, optimizer))
+    assert _same(kept, get_optimizer_state_dict(model, optimizer)["state"])
 
     # By names alone.
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     flat = _copied(get_optimizer_state_dict(model, optimizer, options=options))
     optimizer.state.clear()
     set_optimizer_state_dict(model, optimizer, flat, options=options)
-    assert _same(kept, get_optimizer_state_dict(model, optimizer))
+    assert _same(kept, get_optimizer_state_dict(model, optimizer)["state"])
     seen["trained on"] = pair.train(1)
     return seen
 
