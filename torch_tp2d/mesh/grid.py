@@ -112,7 +112,8 @@ def _handed(x: Tensor) -> _Handed:
     """
     found: _Handed | None = getattr(x, "_tp2d_handed", None)
     if found is None and not torch.compiler.is_compiling():
-        node, index = x.grad_fn, x.output_nr
+        node: Any = x.grad_fn
+        index = x.output_nr
         while node is not None and node.name() in _HANDS_ON:
             node, index = node.next_functions[index]
         if node is not None and node is not x.grad_fn:
@@ -354,11 +355,10 @@ class Grid:
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
         known = self.tokens_of(x) if sizes is None else sizes
-        local = given is not None and not isinstance(given, DTensor)
-        came_empty = local and not given.numel()
-        for axis in (self.row, self.col) if local else (self.row,):
+        local = None if isinstance(given, DTensor) else given
+        for axis in (self.row,) if local is None else (self.row, self.col):
             dim = self._empty_here(known, x.ndim, layout, axis)
-            if dim is not None and not x.shape[dim] and not came_empty:
+            if dim is not None and not x.shape[dim] and (local is None or local.numel()):
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
@@ -370,8 +370,9 @@ class Grid:
             # on what an autograd.Function did.
             x = x.view_as(x)
         x._tp2d_handed = handed = sizes, layout, self.axes  # type: ignore[attr-defined]
-        if x.grad_fn is not None and not torch.compiler.is_compiling():
-            x.grad_fn.metadata["_tp2d_handed", x.output_nr] = handed
+        node: Any = x.grad_fn
+        if node is not None and not torch.compiler.is_compiling():
+            node.metadata["_tp2d_handed", x.output_nr] = handed
         return x
 
     def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:
