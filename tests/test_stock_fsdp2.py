@@ -288,6 +288,11 @@ def _accumulate(shape: Shape, ways: list[str]) -> Differences:
 
 @pytest.mark.parametrize("shape", [*SHAPES, deep((1, 2, 2)), deep((2, 2, 2))])
 def test_what_a_training_loop_asks_for(shape: Shape) -> None:
+    """A block that lay whole before it began, by ``unshard()`` say, lost its gradients.
+
+    The block before it had taken up its parameters already, so that autograd brought their
+    gradients after FSDP2 had reduced the block's: they were None, or those of other batches.
+    """
     size = torch.Size(shape).numel()
     for body in (_by_hand, _optimizer_in_backward):
         no_difference(world.run(size, body, shape))
