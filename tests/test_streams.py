@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import DOUBLE, grid_mesh, loss_of, relative
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
 from torch.utils.checkpoint import checkpoint
@@ -104,8 +107,10 @@ def plan(local: bool) -> dict[str, Any]:
     return result
 
 
-def _pair(rows: int, columns: int, local: bool) -> tuple[EncoderDecoder, EncoderDecoder]:
-    mesh = grid_mesh(rows, columns)
+def _pair(
+    rows: int, columns: int, local: bool, mesh: DeviceMesh | None = None
+) -> tuple[EncoderDecoder, EncoderDecoder]:
+    mesh = grid_mesh(rows, columns) if mesh is None else mesh
     torch.manual_seed(0)
     reference = EncoderDecoder().to(DOUBLE)
     model = copy.deepcopy(reference)
@@ -121,6 +126,10 @@ def _ids(size: int, sequence: int, seed: int) -> Tensor:
 def _train(rows: int, columns: int, local: bool, recompute: bool, lengths: list[int]) -> float:
     reference, model = _pair(rows, columns, local)
     model.recompute = recompute
+    return _differ(reference, model, lengths)
+
+
+def _differ(reference: EncoderDecoder, model: EncoderDecoder, lengths: list[int]) -> float:
     worst = 0.0
     for size, source_length, target_length in (lengths, [lengths[0], *reversed(lengths[1:])]):
         source, target = _ids(size, source_length, 1), _ids(size, target_length, 2)
@@ -147,6 +156,38 @@ def test_an_encoder_computed_again_for_backward() -> None:
     """By then the decoder's sizes were under way, and the encoder's tokens refused."""
     for worst in run(4, _train, 2, 2, False, True, [3, 7, 5]):
         assert worst < 1e-10
+
+
+def _handed_on(replicas: int, rows: int, columns: int) -> dict[str, float]:
+    """Local streams into blocks of which each is a unit of FSDP2's, or has backward hooks."""
+    names = "dp", "tp_row", "tp_col"
+    mesh = init_device_mesh("cpu", (replicas, rows, columns), mesh_dim_names=names)
+    seen = {}
+    for units, hooks in product(("blocks", "nested", ""), (False, True)):
+        reference, model = _pair(rows, columns, True, mesh["tp_row", "tp_col"])
+        blocks: list[Any] = [*model.encoder, *model.decoder]
+        for block in blocks if units else ():
+            for inside in (block.attention, block.w1) if units == "nested" else ():
+                fully_shard(inside, mesh=mesh["dp"])
+            fully_shard(block, mesh=mesh["dp"])
+        if units:
+            fully_shard(model, mesh=mesh["dp"])
+        for block in blocks if hooks else ():
+            block.register_full_backward_hook(lambda *args: None)
+        # Of 5 and 6 tokens on two ranks one holds as many.
+        seen[f"{units} {hooks}"] = _differ(reference, model, [3, 6, 5])
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+def test_local_streams_that_are_handed_on_as_other_tensors(shape: tuple[int, int, int]) -> None:
+    """A unit of FSDP2's, or a module with a backward hook, is handed views of what it is given.
+
+    Nothing was known of those, so that keys and values were held against the decoder's sizes, and
+    refused by the ranks whose part differs.
+    """
+    for seen in run(4, _handed_on, *shape):
+        assert max(seen.values()) < 1e-10, seen
 
 
 def _unknown_memory() -> str:

@@ -350,12 +350,63 @@ def test_between_styles_on_other_axes(axes: Any, layout: Any) -> None:
 
 
 class Mix(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int = 8) -> None:
         super().__init__()
-        self.scale, self.share = nn.Parameter(torch.ones(8)), nn.Parameter(torch.tensor(0.5))
+        self.scale, self.share = nn.Parameter(torch.ones(size)), nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x * self.scale + y * self.share
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mix = Residual(), Mix(HIDDEN)
+        self.embed, self.norm = nn.Embedding(VOCAB, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.norm(self.mix(x, self.body(x))))
+
+
+def _columns_without_samples(rows: int, columns: int) -> dict[str, float]:
+    seen, one = {}, Embedded().double()
+    for tokens in (Shard(1), Replicate()):
+        layout = tokens, Shard(0)
+        declared = torch_tp2d.Replicate(input_layouts=layout)
+        styles = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            "body.up": ColwiseParallel(input_layouts=tokens),
+            "body.down": RowwiseParallel(output_layouts=tokens),
+            "head": ColwiseParallel(input_layouts=tokens, use_local_output=False),
+        }
+        plan: dict[str, Any] = {n: Lifted(style, axes="tp_row") for n, style in styles.items()}
+        plan |= {"body.last": declared, "mix": declared, "norm": torch_tp2d.Replicate()}
+        several = parallelize_module(copy.deepcopy(one), grid_mesh(rows, columns), plan)
+        for batch in (1, columns):
+            case = f"{tokens} {batch}"
+            expected, y = one(_ids(batch, 6)), several(_ids(batch, 6)).full_tensor()
+            seen[case] = relative(y.detach(), expected.detach())
+            for model, out in ((one, expected), (several, y)):
+                model.zero_grad()
+                out.square().sum().backward()
+            for (name, param), ours in zip(
+                one.named_parameters(), several.parameters(), strict=True
+            ):
+                seen[f"{case} {name}"] = relative(ours.grad, param.grad)
+    return seen
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2)])
+def test_columns_without_samples(rows: int, columns: int) -> None:
+    """A norm between styles whose rows are the grid's columns took what stands in for a sample.
+
+    It was one more than the column has of a batch of one: a ValueError there, and the other ranks
+    waited for it.
+    """
+    for seen in run(rows * columns, _columns_without_samples, rows, columns):
+        assert max(seen.values()) <= TOLERANCE, seen
 
 
 def _two_tensors_of_features() -> None:

@@ -348,9 +348,7 @@ def settled(model: Model, fsdp: bool) -> Model:
         elif fsdp:
             block = replace(block, heads=8, kv_heads=4, head_dim=2)
         if isinstance(block, Attention):
-            # FSDP2's hooks hand on other tensors, and local ones lose their sizes with it.
-            streams = model.embed is not None and not (fsdp and model.local)
-            block = replace(block, cross=block.cross and streams)
+            block = replace(block, cross=block.cross and model.embed is not None)
             if block.dropout and (model.row_dim or model.apply == "torch"):
                 # Of a module's own call, only Attention2D and our parallelize_module know.
                 block = replace(block, dropout=block.plan == "attention2d" and not block.fused)

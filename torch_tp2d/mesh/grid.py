@@ -90,6 +90,28 @@ def _flat_axis(mesh: DeviceMesh) -> Axis:
     )
 
 
+_HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+"""What FSDP2, and a backward hook, put in the graph before a module: it changes no tensor."""
+
+_Handed = tuple[Sizes | None, Layout | None, Axes | None]
+
+
+def _handed(x: Tensor) -> _Handed:
+    """What :meth:`Grid.with_stand_in` has said of a tensor: its sizes, and its layout on axes.
+
+    FSDP2 hands its module other tensors than it is given, so it is kept with the graph as well.
+    """
+    found: _Handed | None = getattr(x, "_tp2d_handed", None)
+    if found is None and not torch.compiler.is_compiling():
+        node: Any = x.grad_fn
+        index = x.output_nr
+        while node is not None and node.name() in _HANDS_ON:
+            node, index = node.next_functions[index]
+        if node is not None and node is not x.grad_fn:
+            found = node.metadata.get(("_tp2d_handed", index))
+    return (None, None, None) if found is None else found
+
+
 class Grid:
     """R x C = ``row.size`` x ``col.size`` ranks, seen from one of them.
 
@@ -176,16 +198,15 @@ class Grid:
         """
         if isinstance(x, DTensor):
             return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
-        return getattr(x, "_tp2d_handed", (None, None, None))[0]
+        return _handed(x)[0]
 
     def handed(self, x: Tensor) -> Layout | None:
         """The layout in which a style has handed out this very local tensor.
 
         None if none has, or one on other axes, in whose terms alone the layout can be said.
         """
-        handed: tuple[Any, Any, Any] = getattr(x, "_tp2d_handed", (None, None, None))
-        _, layout, axes = handed
-        if layout is None or axes == self.axes:
+        _, layout, axes = _handed(x)
+        if layout is None or axes is None or axes == self.axes:
             return layout
         row, col = _on_mesh(normalize(layout, x.ndim), axes)
         if isinstance(row, Shard) and row == col and TP_ROW in (axes, self.axes):
@@ -201,9 +222,8 @@ class Grid:
 
         Every rank sees the same.
         """
-        found: tuple[Any, Any, Any] = getattr(x, "_tp2d_handed", (None, None, None))
-        _, layout, axes = found
-        if layout is None or (axes == self.axes and layout == declared):
+        _, layout, axes = _handed(x)
+        if layout is None or axes is None or (axes == self.axes and layout == declared):
             return None
         handed, declared = (
             _on_mesh(normalize(layout, x.ndim), of)
@@ -280,26 +300,31 @@ class Grid:
             )
         return self._exchange(x, dim, cuts)
 
-    def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout) -> int | None:
-        """The dim that ``tp_row`` splits, where this row gets none of the tokens.
+    def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout, axis: Axis) -> int | None:
+        """The dim that ``axis`` splits, where this rank gets none of the tokens.
 
         Unless no sizes are under way: what comes back from the user's code, of unknown origin,
         could not be told from tokens then.
         """
-        row = normalize(layout, ndim)[0]
-        if sizes is None or self.context.tokens is None or not isinstance(row, Shard):
+        row, col = normalize(layout, ndim)
+        placement = row if axis is self.row else col
+        if sizes is None or self.context.tokens is None or not isinstance(placement, Shard):
             return None
-        if row.dim >= len(sizes):
+        if placement.dim >= len(sizes) or (row == col and axis is self.col):
             return None
-        if self._shard(sizes[row.dim], [self.row]) or not sizes[row.dim]:
+        if self._shard(sizes[placement.dim], [axis]) or not sizes[placement.dim]:
             return None
-        return row.dim
+        return placement.dim
 
     def without_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
         """Drop the token that stands in for none, see :meth:`with_stand_in`."""
-        dim = self._empty_here(self.tokens_of(x), x.ndim, layout)
+        known = self.tokens_of(x)
+        dim = self._empty_here(known, x.ndim, layout, self.row)
         if dim is None:
-            return x
+            # A style whose rows are this one's columns may have put it in.
+            dim = self._empty_here(known, x.ndim, layout, self.col)
+            if dim is None or x.shape[dim] != 1:
+                return x
         return self._hand(x.narrow(dim, 0, 0), self.sizes_of(x), layout)
 
     def with_stand_in(
@@ -314,18 +339,20 @@ class Grid:
         Args:
             sizes: global sizes of all dims but the last, where they are certain. A style that is
                 given this very tensor finds them with it.
-            given: what ``x`` was made of. If that is local and holds no token, none stands in for
-                them here either: it came from a style on other axes, which takes none away.
+            given: what ``x`` was made of. If that is local it came, maybe, from a style on other
+                axes: where it holds no token none stands in for them here either, and where one
+                stands in that another axis has none of, one does here.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
         known = self.tokens_of(x) if sizes is None else sizes
-        dim = self._empty_here(known, x.ndim, layout)
-        came_empty = given is not None and not isinstance(given, DTensor) and not given.numel()
-        if dim is not None and not x.shape[dim] and not came_empty:
-            shape = list(x.shape)
-            shape[dim] = 1
-            x = torch.cat([x, x.new_zeros(shape)], dim)
+        local = None if isinstance(given, DTensor) else given
+        for axis in (self.row,) if local is None else (self.row, self.col):
+            dim = self._empty_here(known, x.ndim, layout, axis)
+            if dim is not None and not x.shape[dim] and (local is None or local.numel()):
+                shape = list(x.shape)
+                shape[dim] = 1
+                x = torch.cat([x, x.new_zeros(shape)], dim)
         return self._hand(x, sizes, layout)
 
     def _hand(self, x: Tensor, sizes: Sizes | None, layout: Layout) -> Tensor:
@@ -333,7 +360,10 @@ class Grid:
             # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not
             # on what an autograd.Function did.
             x = x.view_as(x)
-        x._tp2d_handed = sizes, layout, self.axes  # type: ignore[attr-defined]
+        x._tp2d_handed = handed = sizes, layout, self.axes  # type: ignore[attr-defined]
+        node: Any = x.grad_fn
+        if node is not None and not torch.compiler.is_compiling():
+            node.metadata["_tp2d_handed", x.output_nr] = handed
         return x
 
     def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:

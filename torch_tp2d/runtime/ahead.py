@@ -252,9 +252,10 @@ class Forward:
             return
         context.forget()
         context.backwards.clear()
+        steps = zip(self._selective[1:], self._crossed, self._order[1:], strict=True)
         open_after = [
-            not selective and not _crosses_hooks(*crossed)
-            for selective, crossed in zip(self._selective[1:], self._crossed, strict=True)
+            not selective and not _crosses_hooks(left, entered) and not _begins_unit(entered, after)
+            for selective, (left, entered), after in steps
         ]
         context.running = Pass(self._order, open_after)
         self._begun.append(context.running)
@@ -321,6 +322,17 @@ def _crosses_hooks(left: Sequence[nn.Module], entered: Sequence[nn.Module]) -> b
     """Whether code of the user's runs there, which may change parameters."""
     hooks = [*(m._forward_hooks for m in left), *(m._forward_pre_hooks for m in entered)]
     return any(_is_users(hook) for of_module in hooks for hook in of_module.values())
+
+
+def _begins_unit(entered: Sequence[nn.Module], after: nn.Module) -> bool:
+    """Whether a unit of FSDP2's begins there, or may.
+
+    Its parameters may lie whole before, as ``reshard_after_forward=False`` and ``unshard()`` leave
+    them. But what is taken up before the unit begins gets its gradient after FSDP2 has reduced
+    those of the unit.
+    """
+    kinds = (kind for module in (*entered, after) for kind in type(module).__mro__)
+    return any(kind.__name__ == "FSDPModule" for kind in kinds)
 
 
 def _is_users(hook: Any) -> bool:

@@ -258,11 +258,13 @@ class WholeRunner(Runner):
         if not isinstance(value, Tensor) or value.shape[:-1] != given.shape[:-1]:
             return value
         layout = self.grid.layout(x, self.row_dim)
-        if Shard(x.ndim - 1) in normalize(layout, x.ndim):
+        same = value.shape == given.shape
+        if Shard(x.ndim - 1) in normalize(layout, x.ndim) and not same:
             # Of other widths its features may be whole.
-            same = value.shape == given.shape
-            return to_dtensor(value, layout, self.grid, x.shape) if same else value
-        return to_dtensor(value, layout, self.grid, (*x.shape[:-1], value.shape[-1]))
+            return value
+        shape = x.shape if same else (*x.shape[:-1], value.shape[-1])
+        value = self.grid.without_stand_in(value, layout)
+        return to_dtensor(value, layout, self.grid, shape)
 
     def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
         """Whether the module takes tokens one by one, and each is whole where it lies."""
