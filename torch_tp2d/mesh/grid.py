@@ -380,16 +380,6 @@ class Grid:
 
         return total
 
-    def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-        """Shape of this rank's shard of a tensor of ``shape`` under ``layout``."""
-        local = list(shape)
-        for axis, placement in zip(
-            (self.row, self.col), normalize(layout, len(local)), strict=True
-        ):
-            if isinstance(placement, Shard):
-                local[placement.dim] = axis.split(local[placement.dim])[axis.index]
-        return tuple(local)
-
     def redistribute(
         self,
         x: Tensor,

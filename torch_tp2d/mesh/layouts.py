@@ -47,7 +47,6 @@ __all__ = [
     "reduced",
     "row_layout",
     "steps",
-    "token_layout",
 ]
 
 TP_ROW = "tp_row"
@@ -86,11 +85,6 @@ def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
     for count in parts[1:]:
         sizes = tuple(inner for outer in sizes for inner in chunk_sizes(outer, count))
     return sizes
-
-
-def token_layout(row_dim: int = 0) -> Layout:
-    """``(Shard(row_dim), Shard(1))``: the residual stream between blocks."""
-    return Shard(row_dim), Shard(1)
 
 
 def feature_layout(row_dim: int = 0) -> Layout:

@@ -132,7 +132,7 @@ class _LocalRunner(Runner):
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         params = [(module, name) for name in self.names]
-        y = run_locally(module, params, forward, args, kwargs, self.grid, shares_on_col=shares)
+        y = run_locally(params, forward, args, kwargs, self.grid, shares_on_col=shares)
         local = not batches if self.use_local_output is None else self.use_local_output
         return y if local else self._of_whole_batch(module, y, batches)
 

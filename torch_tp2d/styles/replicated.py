@@ -174,7 +174,7 @@ class WholeRunner(Runner):
         if was_local:
             declared = self.declared
             if self.surroundings.sees_heads(module, x):
-                return run_locally(module, _own(module), forward, args, kwargs, self.grid)
+                return run_locally(_own(module), forward, args, kwargs, self.grid)
             if declared is None:
                 declared = self.grid.handed(x)
             else:
@@ -304,7 +304,6 @@ def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def run_locally(
-    module: nn.Module,
     params: Sequence[tuple[nn.Module, str]],
     forward: Callable[..., Any],
     args: Sequence[Any],
