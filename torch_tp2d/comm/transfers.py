@@ -4,6 +4,8 @@ What is computed before its ``wait()`` overlaps with it; the matmul algorithms a
 these. They take uneven shards, padded on the wire only. gloo's own reduce-scatter costs as much as
 an all-reduce (measured, see ``benchmarks``), so there :func:`reduce_scatter` exchanges the shards
 with an all-to-all and sums them here.
+
+Importing this module registers one operator with torch, ``torch_tp2d::arrived``, for graphs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import AutoDispatchBelowAutograd
+from .._torch_compat import c10d_functional as _c10d
 from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own
 
@@ -33,8 +37,6 @@ __all__ = [
     "reduce_scatter",
     "shift",
 ]
-
-_c10d = torch.ops._c10d_functional
 
 Started = Sequence[partial[Tensor]]
 
@@ -70,7 +72,7 @@ class Pending:
             self._below_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
             self._watched: Callable[[], AbstractContextManager[Any]] = nullcontext
             if not torch.compiler.is_compiling():
-                self._below_autograd = torch._C._AutoDispatchBelowAutograd
+                self._below_autograd = AutoDispatchBelowAutograd
                 if watch is not None:
                     self._watched = watch(pieces)
             with self._below_autograd(), self._watched():

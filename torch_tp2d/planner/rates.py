@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch_compat import root_mesh
 from ..comm import Axis, all_gather, all_reduce, link_is
 
 __all__ = ["Rates", "assume", "assumed", "measured"]
@@ -68,7 +69,7 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
         return _assumed[0]
     if not (row.is_gloo and col.is_gloo):
         return None
-    root = mesh._get_root_mesh()
+    root = root_mesh(mesh)
     if root not in _known:
         # Real numbers, whatever the model is made on.
         with torch.device("cpu"), torch.no_grad():

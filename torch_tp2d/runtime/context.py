@@ -8,9 +8,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .._torch_compat import (
+    SELECTIVE_MODES,
+    current_graph_task_id,
+    dispatch_modes,
+    local_tensor,
+    root_mesh,
+    version,
+)
 
 if TYPE_CHECKING:
     from .ahead import Pass
@@ -31,16 +38,12 @@ Sizes = tuple[int, ...]
 
 def in_backward() -> bool:
     """Whether autograd is running backward, for which checkpointing may run modules again."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def selective_region() -> Any:
     """The region of selective checkpointing that is being run, or run again; None outside."""
-    if not torch._C._len_torch_dispatch_stack():
-        return None
-    modes = _CachingTorchDispatchMode, _CachedTorchDispatchMode
-    found = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, modes))
-    return next(found, None)
+    return next((mode for mode in dispatch_modes() if isinstance(mode, SELECTIVE_MODES)), None)
 
 
 class Context:
@@ -110,11 +113,11 @@ def versions(x: Any) -> tuple[int | None, ...]:
 
     Of a DTensor some count as the shard's alone. What was made in inference mode has no version.
     """
-    inside = getattr(x, "_local_tensor", x)
-    of_shard = None if inside.is_inference() else inside._version
+    inside = local_tensor(x)
+    of_shard = None if inside.is_inference() else version(inside)
     if inside is x:
         return (of_shard,)
-    return None if x.is_inference() else x._version, of_shard
+    return None if x.is_inference() else version(x), of_shard
 
 
 class Watched:
@@ -147,4 +150,4 @@ def context_of(mesh: DeviceMesh) -> Context:
     All slices of one ``init_device_mesh`` share theirs; another mesh has its own, though the two
     compare equal, so that a model without an embedding can have one.
     """
-    return _contexts.setdefault(mesh._get_root_mesh(), Context())
+    return _contexts.setdefault(root_mesh(mesh), Context())

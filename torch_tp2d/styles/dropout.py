@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._torch_compat import disable_current_modes
 from ..comm import Axis, all_gather
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, check_row_dim, normalize
@@ -35,7 +35,7 @@ OTHER_KINDS = (
 )
 """torch's dropouts of whole channels, and those that keep mean and variance: not for shards."""
 
-_TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
+_TOKEN_DIMS: Mapping[int, Mapping[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
 """By the number of dims: which of them are the batch (0) and the sequence (1)."""
 
 
@@ -56,7 +56,7 @@ def next_key(grid: Grid) -> Tensor:
     count = grid.context.keys_drawn = grid.context.keys_drawn + 1
     if count & (count - 1) == 0:
         # Selective checkpointing is not to see it: it does not happen again in backward.
-        with _disable_current_modes():
+        with disable_current_modes():
             keys = key.view(1).to(grid.mesh.device_type)
             for axis in (grid.col, grid.row):
                 keys = all_gather(keys, 0, (keys.numel(),) * axis.size, axis).wait()

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._torch_compat import disable_current_modes
 from ..comm import all_gather
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
@@ -362,7 +362,7 @@ class _InputHook(_Hook):
         if self.use_local or self.grid.row.size == 1 or not values:
             return
         # Selective checkpointing is not to see it: it does not happen again in backward.
-        with _disable_current_modes():
+        with disable_current_modes():
             digests = torch.stack([_digest(x) for x in values])
             for axis in (self.grid.row, self.grid.col):
                 one = digests.shape[0]
@@ -461,7 +461,7 @@ def _prepare_both(style: Any, use_local: bool | None, row_dim: int) -> GridStyle
     return _LiftedPrepare(inputs, outputs, _asked(inputs, use_local), local, row_dim)
 
 
-_LIFTS: dict[type[ParallelStyle], Callable[[Any, bool | None, int], GridStyle]] = {
+_LIFTS: Mapping[type[ParallelStyle], Callable[[Any, bool | None, int], GridStyle]] = {
     ColwiseParallel: _matmul(_LiftedColwise),
     RowwiseParallel: _matmul(_LiftedRowwise),
     SequenceParallel: _sequence,

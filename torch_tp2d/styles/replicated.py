@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
+from .._torch_compat import hooks_again, parameters_of
 from ..comm import Axis
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
@@ -298,7 +299,7 @@ def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
         (owner, name)
         for owner in module.modules()
-        for name, param in owner._parameters.items()
+        for name, param in parameters_of(owner).items()
         if param is not None
     ]
 
@@ -319,7 +320,7 @@ def run_locally(
         shares_on_col: the gradients of different columns are shares too, as those of rows are.
     """
     row, col = ([axis] if axis.size > 1 else [] for axis in (grid.row, grid.col))
-    on_mesh: list[Any] = [owner._parameters[name] for owner, name in params]
+    on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
     shards = local_shards(*on_mesh)
     split = [isinstance(param.placements[1], Shard) for param in on_mesh]
     on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
@@ -382,11 +383,7 @@ class SumGrads(torch.autograd.Function):
 
 
 def _settle_after_backward(param: DTensor) -> None:
-    hooks = param._post_accumulate_grad_hooks
-    if hooks and _settle_grad in hooks.values():
-        # to_empty() puts another tensor under the parameter, and hooks fire where they were set.
-        param._post_accumulate_grad_hooks = hooks
-    else:
+    if not hooks_again(param, _settle_grad):
         param.register_post_accumulate_grad_hook(_settle_grad)
 
 
