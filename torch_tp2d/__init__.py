@@ -7,6 +7,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 from . import debug
 from .comm.counter import CommCounter
 from .loss import cross_entropy, loss_parallel
+from .mesh.tokens import token_sizes
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import parallelize_module
 from .plans import plan_for
@@ -41,4 +42,5 @@ __all__ = [
     "loss_parallel",
     "parallelize_module",
     "plan_for",
+    "token_sizes",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -284,12 +285,14 @@ class Forward:
             return
 
         def restore(grad: Tensor) -> None:
-            if tokens is not None:
-                context.tokens = tokens
             backward = backward_of(context)
             if not backward.of_pass:
                 backward.of_pass = True
-                backward.at_end.append(context.forget)
+                # What runs after it is not of these tokens.
+                after = partial(setattr, context, "tokens", context.tokens)
+                backward.at_end += [context.forget, after]
+            if tokens is not None:
+                context.tokens = tokens
 
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:

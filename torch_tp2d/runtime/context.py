@@ -18,6 +18,7 @@ from .._torch_compat import (
     root_mesh,
     version,
 )
+from ..mesh.layouts import describe_mesh
 
 if TYPE_CHECKING:
     from .ahead import Pass
@@ -54,7 +55,8 @@ class Context:
     model's forward and of a backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.of = describe_mesh(mesh)
         self.tokens: Sizes | None = None
         """Batch and sequence size of the tokens under way, as far as they are known.
 
@@ -62,6 +64,7 @@ class Context:
         wire; a shard that does not fit them is an error. The embedding, where every rank holds the
         whole ids, writes them, and so does each module that is handed tensors of known sizes: of an
         encoder and a decoder, or a block that is computed again for backward, the one that runs.
+        A user says them by :class:`~torch_tp2d.token_sizes`.
         """
         self.running: Pass | None = None
         """The forward of a model that runs, if :func:`torch_tp2d.parallelize_module` knows it."""
@@ -77,8 +80,10 @@ class Context:
         """How many keys of dropout the ranks of the mesh have drawn."""
 
     def __repr__(self) -> str:
-        running = "no forward" if self.running is None else repr(self.running)
-        return f"Context(tokens={self.tokens}, {running}, backwards={len(self.backwards)})"
+        under_way = [] if self.running is None else [repr(self.running)]
+        under_way += map(repr, self.backwards.values())
+        said = ", ".join(under_way) or "nothing under way"
+        return f"Context(mesh={self.of}, tokens={self.tokens}, {said})"
 
     def forget(self) -> None:
         """A forward begins or has ended: nothing that was kept of another is of use."""
@@ -150,4 +155,7 @@ def context_of(mesh: DeviceMesh) -> Context:
     All slices of one ``init_device_mesh`` share theirs; another mesh has its own, though the two
     compare equal, so that a model without an embedding can have one.
     """
-    return _contexts.setdefault(root_mesh(mesh), Context())
+    root = root_mesh(mesh)
+    if root not in _contexts:
+        _contexts[root] = Context(root)
+    return _contexts[root]

@@ -70,6 +70,9 @@ class Backward:
         self.of_pass = False
         """Whether it is of a forward that began and ended a :class:`~.ahead.Pass`."""
 
+    def __repr__(self) -> str:
+        return f"Backward({len(self.owed)} sums owed, {len(self.at_end)} calls at its end)"
+
     def compute_owed(self) -> None:
         """Compute all that is owed: best between starting a transfer and waiting for it."""
         for owed in self.owed:
