@@ -124,6 +124,10 @@ class Grid:
     def __repr__(self) -> str:
         return f"Grid({describe_mesh(self.mesh)}, axes={self.axes!r})"
 
+    def on_mesh(self, layout: Layout) -> Layout:
+        """A ``(row, col)`` layout as one on ``(tp_row, tp_col)``, for messages and tables."""
+        return _on_mesh(layout, self.axes)
+
     def placements(self, layout: Layout) -> tuple[Placement, Placement]:
         """A ``(row, col)`` layout as DTensor placements on the mesh."""
         row, col = layout

@@ -11,7 +11,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ __all__ = [
     "FEATURES",
     "GridStyle",
     "LayoutLike",
+    "AS_INPUT",
+    "AT_FIRST_FORWARD",
+    "Resolved",
     "Runner",
     "check_dims",
     "local_shards",
@@ -182,6 +185,22 @@ def tied_message(
     )
 
 
+AS_INPUT = "as the input"
+AT_FIRST_FORWARD = "at the first forward"
+
+
+class Resolved(NamedTuple):
+    """What of a style is certain when the plan is applied: see :func:`torch_tp2d.layouts_of`."""
+
+    input: Layout | str = ""
+    output: Layout | str = ""
+    dataflow: str = ""
+    algorithm: str = ""
+    told_by: str = "entry"
+    runs_parameters: bool = True
+    """Whether it is what the module's own parameters are used by."""
+
+
 class Runner:
     """What a styled module does in forward. Immutable, and shared by copies of the module."""
 
@@ -199,6 +218,10 @@ class Runner:
 
         Called again before its first forward: loading may have made other parameters.
         """
+
+    def resolved(self) -> Resolved:
+        """The layouts that the plan was resolved to here."""
+        return Resolved()
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module on the grid; ``forward`` is the module's own."""

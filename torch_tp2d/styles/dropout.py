@@ -18,7 +18,7 @@ from ..mesh.layouts import Layout, as_layout, check_row_dim, normalize
 from ..ops.attention.block import attend_to_all
 from ..ops.dropout import draw_key, drop, dropped
 from ..runtime.context import in_backward
-from .base import GridStyle, LayoutLike, Runner
+from .base import AS_INPUT, AT_FIRST_FORWARD, GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
 from .intercept import Intercept
 from .module_kinds import describe_module
@@ -164,6 +164,15 @@ class Masks:
             if is_of_features(p)
         }
         """Local width to the width of the whole, and whether another module's whole is as wide."""
+
+    def resolved(self) -> Resolved:
+        """What is certain of the tensors that are dropped from, before one of them is seen."""
+        if self.declared is not None:
+            return Resolved(self.declared, AS_INPUT)
+        told = None if self.widths else self._surroundings.told(self.row_dim, self.grid)
+        if told is None:
+            return Resolved(AT_FIRST_FORWARD, AS_INPUT, told_by="sizes")
+        return Resolved(told, AS_INPUT, told_by="plan")
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         """``x``, a DTensor or a local shard, with some of it dropped and the rest scaled."""
@@ -357,10 +366,13 @@ class Masks:
 class _DropoutRunner(Runner):
     def __init__(self, style: Dropout2D, module: nn.Module, grid: Grid) -> None:
         self.style = "Dropout2D"
-        self.by_default = style.by_default
+        self.by_default, self.grid = style.by_default, grid
         self.masks = Masks(
             grid, style.row_dim, style.input_layouts, style.beside, module, style.surroundings
         )
+
+    def resolved(self) -> Resolved:
+        return self.masks.resolved()
 
     def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:
@@ -405,7 +417,10 @@ class _InsideRunner(Runner):
     by_default = True
 
     def __init__(self, masks: Masks, rates: tuple[str, ...]) -> None:
-        self.masks, self.rates = masks, rates
+        self.masks, self.rates, self.grid = masks, rates, masks.grid
+
+    def resolved(self) -> Resolved:
+        return self.masks.resolved()._replace(runs_parameters=False)
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         values = (getattr(module, name, 0.0) for name in self.rates)

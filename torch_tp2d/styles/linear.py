@@ -23,7 +23,16 @@ from ..planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from ..planner.rates import Rates, measured
 from ..runtime.ahead import Ready, take_up
 from ..runtime.context import Sizes, Watched
-from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards, values_of
+from .base import (
+    FEATURES,
+    GridStyle,
+    LayoutLike,
+    Resolved,
+    Runner,
+    check_dims,
+    local_shards,
+    values_of,
+)
 from .boundary import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
 from .module_kinds import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
@@ -273,6 +282,7 @@ class _LinearRunner(Runner):
                 "pipelined" if style.regather_input else choose_algorithm(grid.col.is_gloo, rates)
             )
         algorithm = ALGORITHMS[name]
+        self.dataflow, self.algorithm = style.rule.dataflow, name
         self.in_rounds = name == "pipelined"
         self.may_reshard = style.reshard_after_forward is None
         p, q = (in_features, out_features) if gathers else (out_features, in_features)
@@ -296,6 +306,9 @@ class _LinearRunner(Runner):
         whole = algorithm.WHOLE
         self.operand: Layout = row, Replicate() if gathers and whole else Shard(-1)
         self.result: Layout = row, Partial() if whole and not gathers else Shard(-1)
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.declared, self.wanted_out, self.dataflow, self.algorithm)
 
     def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies its output features by."""
@@ -420,6 +433,9 @@ class _StationaryRunner(Runner):
             keep_weight=True,
         )
 
+    def resolved(self) -> Resolved:
+        return Resolved(self.declared, self.wanted_out, STATIONARY, "collective")
+
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2, FEATURES)
         sizes = self.grid.sizes_of(x)
@@ -471,6 +487,9 @@ class _ChoosingRunner(Runner):
             columns=own.grid.col.size,
         )
         self.chosen: dict[tuple[int, int, bool], str] = {}
+
+    def resolved(self) -> Resolved:
+        return self.own.resolved()._replace(dataflow="auto")
 
     def prepare(self, module: Any) -> Ready | None:
         return self.own.prepare(module)

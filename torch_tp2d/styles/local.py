@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
-from .base import GridStyle, LayoutLike, Runner
+from .base import GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
 from .module_kinds import describe_module
 from .replicated import run_locally
@@ -124,6 +124,10 @@ class _LocalRunner(Runner):
         self.use_local_output = style.use_local_output
         self.declared, self.surroundings = style.input_layouts, style.surroundings
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
+
+    def resolved(self) -> Resolved:
+        row = row_layout()
+        return Resolved(row if self.declared is None else self.declared, row)
 
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())

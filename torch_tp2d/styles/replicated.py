@@ -20,7 +20,15 @@ from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
 from ..runtime.ahead import Ready, take_up
 from ..runtime.context import Context
 from ..runtime.late import summed
-from .base import GridStyle, LayoutLike, Runner, local_shards
+from .base import (
+    AS_INPUT,
+    AT_FIRST_FORWARD,
+    GridStyle,
+    LayoutLike,
+    Resolved,
+    Runner,
+    local_shards,
+)
 from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner
 from .module_kinds import describe_module, is_embedding
@@ -166,6 +174,15 @@ class WholeRunner(Runner):
         self.declared, self.wanted = declared, wanted
         self.use_local_output = use_local_output
         self.enforce_input = enforce_input
+
+    def resolved(self) -> Resolved:
+        output = AS_INPUT if self.wanted is None else self.wanted
+        if self.declared is not None:
+            return Resolved(self.declared, output)
+        told = self.surroundings.told(self.row_dim, self.grid)
+        if told is None:
+            return Resolved(AT_FIRST_FORWARD, output, told_by="sizes")
+        return Resolved(told, output, told_by="plan")
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = _first_tensor(module, args, kwargs)
