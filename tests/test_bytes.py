@@ -80,7 +80,7 @@ def _linear(
     torch_tp2d.parallelize_module(module, mesh, style)
     x = _local(layout, K, mesh)
     # What the embedding would have said of the tokens.
-    module._tp2d.grid.context.tokens = (B, S)
+    torch_tp2d.token_sizes(mesh, (B, S))
     with CommCounter(mesh) as forward:
         y = module(x)
     with CommCounter(mesh) as backward:
@@ -460,7 +460,7 @@ class TestArithmetic(TestCase):
         with fake_grid(2, 2) as mesh:
             module = nn.Linear(K, 8 * B * S, bias=False)
             torch_tp2d.parallelize_module(module, mesh, Colwise2D(input_layouts=Shard(1)))
-            module._tp2d.grid.context.tokens = (B, S)
+            torch_tp2d.token_sizes(mesh, (B, S))
             with CommCounter(mesh) as comm:
                 module(_local(TOKENS, K, mesh)).sum().backward()
             self.assertEqual(comm.calls["tp_row", "all_gather_into_tensor"], 2)
@@ -509,7 +509,7 @@ class TestArithmetic(TestCase):
                 }
                 torch_tp2d.parallelize_module(layer, mesh, plan)
                 layer.attention.n_heads //= columns
-                layer.attention.wq._tp2d.grid.context.tokens = (B, S)
+                torch_tp2d.token_sizes(mesh, (B, S))
                 x = _local(TOKENS, hidden, mesh)
                 norms = 4 * hidden  # two LayerNorms' weights and biases, summed on both axes
                 norm_bytes = sum(2 * (n - 1) / n * norms for n in (rows, columns))

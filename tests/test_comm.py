@@ -158,35 +158,6 @@ def test_move_and_its_gradient(rows: int, columns: int) -> None:
     world.run(rows * columns, _move_gradients, rows, columns)
 
 
-def _point_to_point(rows: int, columns: int) -> None:
-    grid = Grid(grid_mesh(rows, columns))
-    for axis in (grid.row, grid.col):
-        n, me = axis.size, axis.index
-        for root in range(n):
-            x = torch.full((3,), float(me + 1), dtype=torch.float64, requires_grad=True)
-            comm.broadcast_grad(x, root, axis).mul(me + 1).sum().backward()
-            total = float(sum(range(1, n + 1)))
-            assert x.grad.tolist() == [total if me == root else 0.0] * 3
-
-            x = torch.full((3,), float(me + 1), dtype=torch.float64, requires_grad=True)
-            y = comm.reduce_grad(x, root, axis)
-            assert y.tolist() == [total if me == root else 0.0] * 3
-            y.mul(me + 1).sum().backward()
-            assert x.grad.tolist() == [float(root + 1)] * 3
-        x = torch.full((me + 1,), float(me), dtype=torch.float64, requires_grad=True)
-        after, before = (me + 1) % n, (me - 1) % n
-        y = comm.shift_grad(x, 1, axis, 0, tuple(range(1, n + 1)))
-        assert y.tolist() == [float(after)] * (after + 1)
-        y.mul(me + 1).sum().backward()
-        assert x.grad.tolist() == [float(before + 1)] * (me + 1)
-
-
-@pytest.mark.parametrize("rows,columns", GRIDS)
-def test_broadcast_reduce_and_shift_have_the_right_gradients(rows: int, columns: int) -> None:
-    """In subgroups too, where torch's own broadcast zeroes the source's (pytorch#130515)."""
-    world.run(rows * columns, _point_to_point, rows, columns)
-
-
 def _compiled() -> None:
     grid = Grid(grid_mesh(2, 2))
     sizes = {0: grid.col.split(7)}

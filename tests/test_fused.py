@@ -200,7 +200,7 @@ def test_bytes_of_the_exchange(columns: int, moved: int) -> None:
         with fake_grid(2, columns) as mesh:
             linear = Conv1D(3 * HIDDEN, HIDDEN)
             torch_tp2d.parallelize_module(linear, mesh, Colwise2D(parts=parts))
-            linear._tp2d.grid.context.tokens = (4, 8)
+            torch_tp2d.token_sizes(mesh, (4, 8))
             x = torch.zeros(2, 8, HIDDEN, requires_grad=True)
             with CommCounter(mesh) as counter:
                 linear(x).sum().backward()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
 from torch_tp2d import Colwise2D, Local2D, Rowwise2D
+from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.plans import plan_for
 
 TOLERANCE = 1e-11
@@ -178,9 +179,10 @@ def _patches(rows: int, columns: int) -> tuple[float, float]:
         layout = model._tp2d.wanted_out
         if not isinstance(y, DTensor):
             # A row without images has one that stands in for them.
-            mine = model._tp2d.grid.local_shape(tuple(wanted.shape), layout)
+            row = Grid(mesh).row
+            mine = row.split(len(wanted))[row.index] if layout[0] == Shard(0) else len(wanted)
             y = DTensor.from_local(
-                y[: mine[0]],
+                y[:mine],
                 mesh,
                 layout,
                 run_check=False,

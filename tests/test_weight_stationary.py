@@ -44,6 +44,7 @@ from torch_tp2d import (
     Norm2D,
     Rowwise2D,
     parallelize_module,
+    token_sizes,
 )
 from torch_tp2d.mesh import layouts as rules
 from torch_tp2d.planner.cost import linear_traffic
@@ -315,8 +316,8 @@ def _compiled() -> dict[str, float]:
         x, grad = noise(4, 6, 7, seed=1), noise(4, 6, 7, seed=2)
         wanted, dx = one_device(reference, x, grad)
         leaf = feed(x, mesh, stream, "local")
-        model[0].w1._tp2d.grid.context.tokens = (4, 6)
-        y = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")(leaf)
+        with token_sizes(mesh, (4, 6)):
+            y = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")(leaf)
         y.backward(feed(grad, mesh, stream, "local").detach())
         assert leaf.grad is not None
         found = {
@@ -385,9 +386,8 @@ def _counted(
         if isinstance(placement, Shard):
             local[placement.dim] = rules.chunk_sizes(local[placement.dim], parts)[0]
     x = torch.zeros(local, requires_grad=True)
-    styled = next(m for m in module.modules() if hasattr(m, "_tp2d"))
     # What the embedding would have said of the tokens.
-    styled._tp2d.grid.context.tokens = shape[:2]
+    token_sizes(mesh, shape[:2])
     with CommCounter(mesh) as forward:
         y = module(x)
     with CommCounter(mesh) as backward:

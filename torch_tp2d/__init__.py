@@ -7,8 +7,9 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 from . import debug
 from .comm.counter import CommCounter
 from .loss import cross_entropy, loss_parallel
+from .mesh.tokens import token_sizes
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
-from .parallelize import parallelize_module
+from .parallelize import layouts_of, parallelize_module
 from .plans import plan_for
 from .styles.attention import Attention2D, attention2d, attention_projections
 from .styles.base import GridStyle
@@ -38,7 +39,9 @@ __all__ = [
     "balanced_order",
     "cross_entropy",
     "debug",
+    "layouts_of",
     "loss_parallel",
     "parallelize_module",
     "plan_for",
+    "token_sizes",
 ]

@@ -33,10 +33,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves
 
+from ._torch_compat import (
+    active_fake_mode,
+    at_end_of_backward,
+    collective_of,
+    current_autograd_node,
+    current_graph_task_id,
+    resolve_process_group,
+    timeout_of,
+    tree_leaves,
+)
 from .comm import Axis, transfers
-from .comm.groups import timeout_of
 from .comm.wires import Message, Wires, name_ranks
 from .mesh.grid import Grid
 from .mesh.layouts import TP_COL, TP_ROW
@@ -131,9 +139,9 @@ def run_as_layer(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: 
 def _where() -> str:
     if _layers.running:
         return f"the forward of {_layers.running[-1]}"
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return "what runs between the layers"
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_autograd_node()
     name = None if node is None else node.metadata.get(_LABEL)
     return "a backward" if name is None else f"the backward of {name}"
 
@@ -160,7 +168,7 @@ def _watch_of(group_name: str, device: torch.device) -> _Watch:
     assert world is not None
     watches = _watches.setdefault(world, {})
     if group_name not in watches:
-        group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+        group = resolve_process_group(group_name)
         given = timeout_of(world, device)
         limit = 1800.0 if given is None else given.total_seconds()
         grace = min(_GRACE, limit / 4)
@@ -178,10 +186,10 @@ def _watch_of(group_name: str, device: torch.device) -> _Watch:
 
 def _is_real(x: Tensor, group_name: str) -> bool:
     """Whether something travels."""
-    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    group = resolve_process_group(group_name)
     if x.is_meta or dist.get_backend(group) == "fake":
         return False
-    return torch._guards.active_fake_mode() is None
+    return active_fake_mode() is None
 
 
 def _watched(pieces: Sequence[partial[Tensor]]) -> Callable[[], Any]:
@@ -209,7 +217,7 @@ def _watched(pieces: Sequence[partial[Tensor]]) -> Callable[[], Any]:
 
 def _described(pieces: Sequence[partial[Tensor]]) -> Message:
     func: Any = pieces[0].func
-    op = func._opname
+    op = collective_of(func)
     x = pieces[0].args[0]
     sizes = [list(piece.args[0].shape) for piece in pieces]
     others = [list(map(str, piece.args[1:-1])) for piece in pieces]
@@ -343,7 +351,7 @@ _passes: dict[int, dict[nn.Module, None]] = {}
 
 
 def _runs_backward(module: nn.Module, grad: Tensor) -> None:
-    task = torch._C._current_graph_task_id()
+    task = current_graph_task_id()
     if _every == 0 or task == -1 or torch.compiler.is_compiling():
         return
     if task not in _passes:
@@ -352,12 +360,8 @@ def _runs_backward(module: nn.Module, grad: Tensor) -> None:
             del _passes[min(_passes)]
         _passes[task] = {}
         # After what others have to do at the end: FSDP2 puts the gradients in their places.
-        _at_end(lambda: _at_end(partial(_compare_copies, task)))
+        at_end_of_backward(lambda: at_end_of_backward(partial(_compare_copies, task)))
     _passes[task][module] = None
-
-
-def _at_end(act: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 @dataclass

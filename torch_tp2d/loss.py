@@ -12,9 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
+from ._torch_compat import (
+    DisableTorchFunctionSubclass,
+    StridedShard,
+    disable_dynamo,
+    make_wrapper_subclass,
+    root_mesh,
+)
 from .comm import Axis, move
 from .mesh.grid import Grid, check_mesh, describe_mesh
 from .mesh.layouts import TP_COL, TP_ROW
@@ -169,7 +176,7 @@ def _as_torch(
 
 # A graph cannot look up what a mesh is made of, nor hand out a DTensor that is a view of what it
 # was given: a compiled loss is run as it is, between two graphs.
-@torch.compiler.disable
+@disable_dynamo
 def _loss(
     logits: DTensor,
     target: Tensor,
@@ -199,7 +206,7 @@ def _loss(
     if any(p.is_partial() for p in placements):
         placements = tuple(Replicate() if p.is_partial() else p for p in placements)
         logits = logits.redistribute(placements=placements)
-    if any(isinstance(p, _StridedShard) and p.dim == last for p in placements):
+    if any(isinstance(p, StridedShard) and p.dim == last for p in placements):
         raise ValueError(
             f"the classes of the logits {(*shape, vocab)} are placed {placements} on "
             f"{describe_mesh(mesh)}: redistribute them to Shard or Replicate"
@@ -241,7 +248,7 @@ def _axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
     if names == (TP_ROW, TP_COL):
         grid = Grid(mesh)
         return grid.row, grid.col
-    root = mesh._get_root_mesh()
+    root = root_mesh(mesh)
     if names in ((TP_ROW,), (TP_COL,)) and {TP_ROW, TP_COL} <= set(root.mesh_dim_names or ()):
         raise ValueError(
             f"the logits are a DTensor on {describe_mesh(mesh)} alone, of the mesh "
@@ -296,7 +303,7 @@ def _to_dtensor(
 def _part(whole: Tensor, axes: Sequence[Axis], placements: Placements) -> Tensor:
     """This rank's part of a tensor that is whole on every rank."""
     for axis, placement in zip(axes, placements, strict=True):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             # What DTensor makes of a sequence that an axis cuts when the batch is flattened into
             # it: as many pieces as there are sequences, each of them cut.
             dim = placement.dim
@@ -329,7 +336,7 @@ def _local_target(
             )
         if target.placements == placements:
             return target.to_local(), None
-        if not any(isinstance(p, _StridedShard) for p in (*placements, *target.placements)):
+        if not any(isinstance(p, StridedShard) for p in (*placements, *target.placements)):
             return target.redistribute(placements=placements).to_local(), None
         target = target.redistribute(placements=(Replicate(),) * mesh.ndim).to_local()
     if tuple(target.shape) == shape:
@@ -386,7 +393,7 @@ class _FlatLogits(Tensor):
 
     @staticmethod
     def __new__(cls, whole: DTensor, error: RuntimeError) -> _FlatLogits:
-        self: _FlatLogits = Tensor._make_wrapper_subclass(
+        self: _FlatLogits = make_wrapper_subclass(
             cls,
             (math.prod(whole.shape[:-1]), whole.shape[-1]),
             dtype=whole.dtype,
@@ -413,7 +420,7 @@ class _FlatLogits(Tensor):
         kwargs = kwargs or {}
         if func in _CASTING and isinstance(args[0], _FlatLogits):
             return _FlatLogits(func(args[0].whole, *args[1:], **kwargs), args[0].error)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
@@ -423,11 +430,13 @@ class _FlatLogits(Tensor):
         raise next(arg.error for arg in args if isinstance(arg, _FlatLogits))
 
 
-_CASTING = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.contiguous}
-_FLATTENING = {Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape}
+_CASTING = frozenset(
+    (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.contiguous)
+)
+_FLATTENING = frozenset((Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape))
 
 
-@torch.compiler.disable
+@disable_dynamo
 def _flatten(func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     """``func(*args, **kwargs)``, or what stands for logits that DTensor cannot flatten."""
     x = args[0]
@@ -441,7 +450,7 @@ def _flatten(func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
         return _FlatLogits(x, error)
     if not isinstance(result, DTensor) or x.ndim < 3 or result.shape != flat:
         return result
-    if any(isinstance(p, _StridedShard) for p in result.placements):
+    if any(isinstance(p, StridedShard) for p in result.placements):
         # DTensor flattens a sequence that does not divide, but fails in backward to undo it.
         local = x.to_local(grad_placements=x.placements).flatten(0, -2)
         return _to_dtensor(local, x.device_mesh, result.placements, flat)

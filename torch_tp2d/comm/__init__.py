@@ -14,7 +14,7 @@ from .axis import (
     only_own,
     without_own,
 )
-from .moves import broadcast_grad, deal_grad, move, reduce_grad, shift_grad
+from .moves import deal_grad, move
 from .transfers import (
     Pending,
     all_gather,
@@ -42,7 +42,6 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "broadcast_grad",
     "deal",
     "deal_grad",
     "gather_others",
@@ -52,10 +51,8 @@ __all__ = [
     "only_own",
     "reduce",
     "reduce_from_others",
-    "reduce_grad",
     "reduce_scatter",
     "shift",
-    "shift_grad",
     "transport_of",
     "without_own",
 ]

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .._torch_compat import resolve_process_group
 from ..mesh.layouts import nested_chunk_sizes
 from .groups import own_group
 from .transport import NCCL, Transport, transport_of
@@ -107,7 +107,7 @@ class Axis:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group itself, of which ``group`` is the name."""
-        return _resolve_process_group(self.group)  # type: ignore[arg-type]
+        return resolve_process_group(self.group)
 
     def split(self, extent: int) -> tuple[int, ...]:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""

@@ -7,14 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._torch_compat import TorchDispatchMode, collective_of, resolve_process_group
 
 __all__ = ["CommCounter"]
-
-_MOVES_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 def _received(op: str, args: Sequence[Any], ranks: int) -> int:
@@ -67,16 +65,15 @@ class CommCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func.namespace == "_c10d_functional":
-            self._count(func._opname, args)
+        op = collective_of(func)
+        if op:
+            self._count(op, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
-        if op in _MOVES_NOTHING:
-            return
         group = args[-1]
         if isinstance(group, str):
-            group = torch.distributed.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            group = resolve_process_group(group)
         name = self._axes.get(_ranks(group), "other")
         ranks, index = group.size(), group.rank()
         width = args[0].element_size()

@@ -8,8 +8,10 @@ takes a name too long for the small-string buffer, which ``ALLGATHER_COALESCED``
 ``ALLREDUCE_COALESCED``, those of the functional collectives, are. One worker also keeps a group's
 transfers in the order in which they were started.
 
-Stock collectives on gloo are as exposed as ours would be. ``init_process_group("gloo_in_order")``,
-once torch_tp2d is imported, gives every group of the process one worker.
+Importing this module registers such groups with torch.distributed as a backend of their own,
+``"gloo_in_order"``, since ``new_group`` makes none that no backend is registered for. No group uses
+it that was not asked to. Stock collectives on gloo are as exposed as ours would be:
+``init_process_group("gloo_in_order")`` gives every group of the process one worker.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .._torch_compat import (
+    active_fake_mode,
+    c10d_functional,
+    default_timeout,
+    disable_current_modes,
+    gloo_options,
+    set_timeout,
+    timeout_of,
+)
 
 __all__ = [
     "BACKEND",
@@ -32,7 +43,6 @@ __all__ = [
     "inherit_timeout",
     "own_group",
     "sends",
-    "timeout_of",
 ]
 
 BACKEND = "gloo_in_order"
@@ -48,11 +58,7 @@ def _devices() -> list[Any]:
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = _devices()
-    options._threads = 1
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, gloo_options(_devices(), 1, timeout))
 
 
 if dist.is_available() and dist.is_gloo_available():
@@ -71,23 +77,14 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
     wanted = timeout_of(world, device)
     for group in mesh.get_all_groups():
         given = timeout_of(group, device)
-        default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
-        if wanted is not None and given == default != wanted:
-            dist.distributed_c10d._set_pg_timeout(wanted, group)
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long a group's transfers may take; None for a backend that does not say."""
-    if torch.device(device.type) not in group._device_types:
-        return None
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+        if wanted is not None and given == default_timeout(group) != wanted:
+            set_timeout(wanted, group)
 
 
 def sends(mesh: DeviceMesh) -> bool:
     """Whether the ranks of a mesh really hear of each other: not on a fake process group."""
     fake = dist.get_backend(mesh.get_group(0)) == "fake"
-    return not fake and torch._guards.active_fake_mode() is None
+    return not fake and active_fake_mode() is None
 
 
 def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -96,10 +93,9 @@ def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:
     What the ranks tell each other about themselves: neither counted nor traced, nor watched in
     debug mode, which is about the model's collectives.
     """
-    ops = torch.ops._c10d_functional
-    with _disable_current_modes(), torch.no_grad():
-        wire = ops.all_gather_into_tensor.default(facts, group.size(), group.group_name)
-        gathered: Tensor = ops.wait_tensor.default(wire)
+    gather, wait = c10d_functional.all_gather_into_tensor, c10d_functional.wait_tensor
+    with disable_current_modes(), torch.no_grad():
+        gathered: Tensor = wait(gather(facts, group.size(), group.group_name))
     return gathered
 
 

@@ -1,6 +1,5 @@
 """Differentiable collectives: :func:`move` changes one axis of a tensor's layout.
 
-:func:`broadcast_grad`, :func:`reduce_grad` and :func:`shift_grad` are the point-to-point ones,
 :func:`deal_grad` takes a fused weight apart.
 """
 
@@ -16,18 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from .axis import Axis
-from .transfers import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    deal,
-    reduce,
-    reduce_scatter,
-    shift,
-)
+from .transfers import all_gather, all_reduce, all_to_all, deal, reduce_scatter
 
-__all__ = ["broadcast_grad", "deal_grad", "move", "reduce_grad", "shift_grad"]
+__all__ = ["deal_grad", "move"]
 
 
 class _Move(torch.autograd.Function):
@@ -119,71 +109,6 @@ def move(
     if src == dst and src_grad == dst_grad:
         return x
     return _Move.apply(x, axis, src, dst, src_grad, dst_grad, sizes)
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int, axis: Axis) -> Tensor:
-        ctx.src, ctx.axis = src, axis
-        return broadcast(x, None, x.shape, src, axis).wait().view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        total = reduce(grad, ctx.src, ctx.axis).wait()
-        return total if ctx.axis.index == ctx.src else torch.zeros_like(grad), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dst: int, axis: Axis) -> Tensor:
-        ctx.dst, ctx.axis = dst, axis
-        total = reduce(x, dst, axis).wait()
-        return total.view_as(x) if axis.index == dst else torch.zeros_like(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        return broadcast(grad, None, grad.shape, ctx.dst, ctx.axis).wait(), None, None
-
-
-class _Shift(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]
-    ) -> Tensor:
-        ctx.steps, ctx.axis, ctx.dim, ctx.sizes = steps, axis, dim, sizes
-        rolled = shift(x, steps, axis, dim, sizes).wait()
-        return rolled.view_as(rolled)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        held = (ctx.axis.index + ctx.steps) % ctx.axis.size
-        rolled = shift(grad, -ctx.steps, ctx.axis, ctx.dim, ctx.sizes, held).wait()
-        return (rolled, *(None,) * 4)
-
-
-def broadcast_grad(x: Tensor, src: int, axis: Axis) -> Tensor:
-    """Every rank gets rank ``src``'s ``x``; the gradients of all copies add up on ``src``.
-
-    torch's own differentiable broadcast zeroes the source's gradient in subgroups
-    (pytorch#130515).
-    """
-    return _Broadcast.apply(x, src, axis)
-
-
-def reduce_grad(x: Tensor, dst: int, axis: Axis) -> Tensor:
-    """Rank ``dst`` gets the sum of ``x``, the others zeros; ``dst``'s gradient goes to all."""
-    return _Reduce.apply(x, dst, axis)
-
-
-def shift_grad(x: Tensor, steps: int, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Rank ``index + steps``'s block of ``dim``; its gradient travels back the same way."""
-    return _Shift.apply(x, steps, axis, dim, sizes)
 
 
 class _Deal(torch.autograd.Function):

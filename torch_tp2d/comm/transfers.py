@@ -2,6 +2,8 @@
 
 What is computed before its ``wait()`` overlaps with it; the matmul algorithms are written with
 these. They take uneven shards, padded on the wire only.
+
+Importing this module registers one operator with torch, ``torch_tp2d::arrived``, for graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import AutoDispatchBelowAutograd
+from .._torch_compat import c10d_functional as _c10d
 from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own
 
@@ -31,8 +35,6 @@ __all__ = [
     "reduce_scatter",
     "shift",
 ]
-
-_c10d = torch.ops._c10d_functional
 
 Started = Sequence[partial[Tensor]]
 
@@ -68,7 +70,7 @@ class Pending:
             self._below_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
             self._watched: Callable[[], AbstractContextManager[Any]] = nullcontext
             if not torch.compiler.is_compiling():
-                self._below_autograd = torch._C._AutoDispatchBelowAutograd
+                self._below_autograd = AutoDispatchBelowAutograd
                 if watch is not None:
                     self._watched = watch(pieces)
             with self._below_autograd(), self._watched():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch_compat import backend_of
 from .groups import BACKEND
 
 __all__ = ["GLOO", "NCCL", "Transport", "transport_of"]
@@ -74,5 +75,5 @@ def transport_of(mesh: DeviceMesh) -> Transport:
     asked = os.environ.get("TP2D_TRANSPORT", "")
     if asked not in ("", NCCL.name):
         raise ValueError(f'TP2D_TRANSPORT is "{NCCL.name}" or not set, not {asked!r}')
-    backend = mesh.get_group(0)._get_backend(torch.device(mesh.device_type))
+    backend = backend_of(mesh.get_group(0), torch.device(mesh.device_type))
     return GLOO if backend.name() == "gloo" and not asked else NCCL

@@ -77,7 +77,7 @@ from transformers.distributed.tensor_parallel import (  # noqa: E402
 Plan = Mapping[str, ParallelStyle | dt.Replicate]
 _Tied = tuple[str, nn.Module, str]
 
-NAMES: dict[str, Callable[[], GridStyle]] = {
+NAMES: Mapping[str, Callable[[], GridStyle]] = {
     "colwise_2d": Colwise2D,
     "colwise_2d_gather_output": lambda: Colwise2D(output_layouts=(dt.Replicate(), dt.Replicate())),
     "rowwise_2d": Rowwise2D,

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..comm import Axis, Pending, all_gather, link_of, move, transport_of
 from ..comm.groups import own_group
 from ..runtime.context import Sizes, context_of
-from .layouts import TP_COL, TP_ROW, Layout, normalize, steps
+from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
 __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh"]
 
@@ -26,12 +26,6 @@ _MESH_MEND = (
     f'make it with init_device_mesh(device, (R, C), mesh_dim_names=("{TP_ROW}", "{TP_COL}")), or '
     f'slice a larger one: mesh["{TP_ROW}", "{TP_COL}"]'
 )
-
-
-def describe_mesh(mesh: DeviceMesh) -> str:
-    """``(tp_row=2, tp_col=3)``, for messages."""
-    names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
-    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"
 
 
 def check_mesh(mesh: Any) -> None:
@@ -142,6 +136,10 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"Grid({describe_mesh(self.mesh)}, axes={self.axes!r})"
+
+    def on_mesh(self, layout: Layout) -> Layout:
+        """A ``(row, col)`` layout as one on ``(tp_row, tp_col)``, for messages and tables."""
+        return _on_mesh(layout, self.axes)
 
     def placements(self, layout: Layout) -> tuple[Placement, Placement]:
         """A ``(row, col)`` layout as DTensor placements on the mesh."""
@@ -296,7 +294,8 @@ class Grid:
                 f"this rank's part of the tokens {known} that were last embedded on "
                 f"{describe_mesh(self.mesh)}: pass the part that the layout says, or a DTensor, "
                 f"which knows its own sizes; a model with no embedding of its own, beside one that "
-                f"has one, can be given a mesh of its own by another init_device_mesh"
+                f"has one, runs in torch_tp2d.token_sizes(mesh, (batch, sequence)), or is given a "
+                f"mesh of its own by another init_device_mesh"
             )
         return self._exchange(x, dim, cuts)
 
@@ -400,16 +399,6 @@ class Grid:
             return extent
 
         return total
-
-    def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-        """Shape of this rank's shard of a tensor of ``shape`` under ``layout``."""
-        local = list(shape)
-        for axis, placement in zip(
-            (self.row, self.col), normalize(layout, len(local)), strict=True
-        ):
-            if isinstance(placement, Shard):
-                local[placement.dim] = axis.split(local[placement.dim])[axis.index]
-        return tuple(local)
 
     def redistribute(
         self,

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -40,6 +41,7 @@ __all__ = [
     "as_layout",
     "check_row_dim",
     "chunk_sizes",
+    "describe_mesh",
     "feature_layout",
     "is_pair",
     "nested_chunk_sizes",
@@ -47,7 +49,6 @@ __all__ = [
     "reduced",
     "row_layout",
     "steps",
-    "token_layout",
 ]
 
 TP_ROW = "tp_row"
@@ -88,11 +89,6 @@ def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def token_layout(row_dim: int = 0) -> Layout:
-    """``(Shard(row_dim), Shard(1))``: the residual stream between blocks."""
-    return Shard(row_dim), Shard(1)
-
-
 def feature_layout(row_dim: int = 0) -> Layout:
     """``(Shard(row_dim), Shard(-1))``: heads and FFN over ``tp_col``."""
     return Shard(row_dim), Shard(-1)
@@ -101,6 +97,12 @@ def feature_layout(row_dim: int = 0) -> Layout:
 def row_layout(row_dim: int = 0) -> Layout:
     """``(Shard(row_dim), Replicate())``: this row's tokens, whole."""
     return Shard(row_dim), Replicate()
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """``(tp_row=2, tp_col=3)``, for messages."""
+    names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"
 
 
 def as_layout(

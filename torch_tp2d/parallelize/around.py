@@ -108,7 +108,7 @@ def _given(entries: list[Entry]) -> Iterator[Any]:
             yield style.output_layouts[1]
 
 
-_STREAMS = {dt.Shard(1), dt.Replicate()}
+_STREAMS = frozenset((dt.Shard(1), dt.Replicate()))
 
 
 def _prepared(name: str, entries: list[Entry]) -> Iterator[Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.distributed.tensor as dt
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY as _COMPOSED
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .. import debug
+from .._torch_compat import REPLICATE, has_replicate
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import normalize
 from ..planner.rates import assumed
@@ -84,10 +84,7 @@ def _data_parallel(module: nn.Module) -> str | None:
     for name in ("DistributedDataParallel", "FullyShardedDataParallel"):
         if name in names:
             return name
-    states = module.__dict__.get(_COMPOSED, {}).values()
-    if any(type(state).__module__ == "torch.distributed._composable.replicate" for state in states):
-        return "torch.distributed._composable.replicate"
-    return None
+    return REPLICATE if has_replicate(module) else None
 
 
 def check_wrappers(root: nn.Module, entries: list[Entry]) -> None:

@@ -11,12 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch_compat import forward_pre_hooks, parameters_of, was_localized
 from ..mesh.grid import describe_mesh
 from ..styles.base import refuse_transforms
 from .check import _MEND, _data_parallel
-
-_LOCALIZED = "_st_info"
-"""On the plain tensors that DistributedDataParallel makes of DTensors, given a ``device_mesh``."""
 
 
 def _leaves_some_empty(
@@ -55,7 +53,7 @@ class FirstForward:
         placed = [
             (prefix, name)
             for prefix, owner in module.named_modules()
-            for name, param in owner._parameters.items()
+            for name, param in parameters_of(owner).items()
             if isinstance(param, DTensor)
         ]
         module.register_forward_pre_hook(cls(mesh, ties, placed), prepend=True)
@@ -82,7 +80,7 @@ class FirstForward:
                 f"torch_tp2d.Replicate() if it is to be whole on every rank, or freeze it"
             )
         for group in self.ties:
-            params = [owner._parameters[attribute] for _, owner, attribute in group]
+            params = [parameters_of(owner)[attribute] for _, owner, attribute in group]
             if any(param is not params[0] for param in params):
                 names = [name for name, _, _ in group]
                 raise ValueError(
@@ -95,7 +93,7 @@ class FirstForward:
             if runner is not None:
                 runner.installed(submodule)
         # All is well: the check has done its work, for this module though not for its copies.
-        hooks = module._forward_pre_hooks
+        hooks = forward_pre_hooks(module)
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
 
@@ -125,10 +123,10 @@ class FirstForward:
                 owner = module.get_submodule(prefix)
             except AttributeError:
                 continue  # Wrapped or replaced since.
-            param = owner._parameters.get(name)
+            param = parameters_of(owner).get(name)
             # FSDP1 leaves a view of its own in the parameter's place.
             hidden = param is None and isinstance(owner.__dict__.get(name), Tensor)
-            if wrapper is None and not hidden and not hasattr(param, _LOCALIZED):
+            if wrapper is None and not hidden and not was_localized(param):
                 continue
             where = f"{prefix}.{name}" if prefix else name
             raise ValueError(

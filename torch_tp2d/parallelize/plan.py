@@ -8,10 +8,11 @@ from typing import Any
 
 import torch.distributed.tensor as dt
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .._torch_compat import current_mesh
 from ..mesh.grid import check_mesh
 from ..runtime.ahead import Forward
 from ..runtime.context import context_of
@@ -76,7 +77,7 @@ def parallelize_module(
         ...     "layers.*.ffn_norm": SequenceParallel(),
         ... })
     """
-    mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    mesh = current_mesh() if device_mesh is None else device_mesh
     if parallelize_plan is None:
         warnings.warn("no parallelize_plan is given, so nothing is parallelized", stacklevel=2)
         return module

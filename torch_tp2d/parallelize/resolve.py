@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .._torch_compat import submodules_of
 from ..styles.base import GridStyle
 from ..styles.dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from ..styles.lifted import Lifted
@@ -114,7 +115,8 @@ def _is_pruned(parent: nn.Module, token: str) -> bool:
     # What never was a module is a plain attribute; a wildcard would find torch's own among them.
     if token in vars(parent):
         return vars(parent)[token] is None
-    return any(child is None and fnmatch(name, token) for name, child in parent._modules.items())
+    children = submodules_of(parent).items()
+    return any(child is None and fnmatch(name, token) for name, child in children)
 
 
 def is_hook(style: ParallelStyle) -> bool:

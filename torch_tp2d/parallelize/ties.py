@@ -7,12 +7,14 @@ from collections import defaultdict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._torch_compat import parameters_of
+
 
 def ties_of(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
     """Groups of ``(name, owner, attribute)`` that share one parameter."""
     owners = defaultdict(list)
     for prefix, module in root.named_modules():
-        for name, param in module._parameters.items():
+        for name, param in parameters_of(module).items():
             if param is not None:
                 owners[id(param)].append((f"{prefix}.{name}" if prefix else name, module, name))
     return [group for group in owners.values() if len(group) > 1]
@@ -26,10 +28,10 @@ def tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
     """
     for group in ties:
         for _, owner, attribute in group:
-            if isinstance(owner._parameters[attribute], DTensor):
+            if isinstance(parameters_of(owner)[attribute], DTensor):
                 continue
             inside = {id(module) for module in owner.modules()} - {id(owner)}
             for _, other, name in group:
-                placed = other._parameters[name]
+                placed = parameters_of(other)[name]
                 if id(other) in inside and isinstance(placed, DTensor):
                     owner.register_parameter(attribute, placed)

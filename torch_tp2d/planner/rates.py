@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch_compat import root_mesh
 from ..comm import Axis, all_gather, all_reduce, link_is
 
 __all__ = ["Rates", "assume", "assumed", "known", "measured"]
@@ -64,7 +65,7 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
     To be asked for by all ranks of the mesh together: when a plan's first style that chooses by
     them is applied, and at no other time. Not on transports that do not go by rates.
     """
-    root, goes_by_rates = mesh._get_root_mesh(), row.transport.goes_by_rates
+    root, goes_by_rates = root_mesh(mesh), row.transport.goes_by_rates
     if goes_by_rates and not _assumed and root not in _known:
         # Real numbers, whatever the model is made on.
         with torch.device("cpu"), torch.no_grad():
@@ -76,7 +77,7 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
 
 def known(mesh: DeviceMesh) -> Rates | None:
     """What was assumed, or measured before; sends nothing."""
-    return _assumed[0] if _assumed else _known.get(mesh._get_root_mesh())
+    return _assumed[0] if _assumed else _known.get(root_mesh(mesh))
 
 
 def _measure(row: Axis, col: Axis) -> Rates:

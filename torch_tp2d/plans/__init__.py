@@ -13,7 +13,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -43,7 +43,7 @@ __all__ = [
     "t5_plan",
 ]
 
-PLANS: dict[str, Callable[..., Plan]] = {
+PLANS: Mapping[str, Callable[..., Plan]] = {
     "bert": bert_plan,
     "gpt2": gpt2_plan,
     "llama": llama_plan,

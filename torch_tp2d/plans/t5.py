@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.layouts import TP_COL, Layout
 from ..styles.attention import Attention2D
-from ..styles.base import GridStyle, Runner, local_shards
+from ..styles.base import GridStyle, Resolved, Runner, local_shards
 from ..styles.module_kinds import describe_module, is_embedding
 from ..styles.replicated import SumGrads
 from .losses import LossOfLabels
@@ -114,6 +114,9 @@ class _RelativeRunner(Runner):
     def __init__(self, attention: Runner, grid: Grid, row_dim: int) -> None:
         self.attention, self.grid = attention, grid
         self.in_rows = row_dim == 1 and grid.row.size > 1
+
+    def resolved(self) -> Resolved:
+        return self.attention.resolved()
 
     def installed(self, module: nn.Module) -> None:
         self.attention.installed(module)

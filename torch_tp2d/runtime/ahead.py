@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
 from ..comm import Pending
 from .context import Context, in_backward, selective_region, versions
 from .late import Backward, backward_of
@@ -199,9 +200,10 @@ def _is_whole(module: Any, mesh: DeviceMesh) -> bool:
     FSDP2, if it shards the weight too, puts another on the module while its part is not gathered. A
     parametrized weight is computed anew each time.
     """
-    if "weight" not in module._parameters:
+    params = parameters_of(module)
+    if "weight" not in params:
         return False
-    weight = module._parameters["weight"]
+    weight = params["weight"]
     return not isinstance(weight, DTensor) or weight.device_mesh == mesh
 
 
@@ -284,12 +286,14 @@ class Forward:
             return
 
         def restore(grad: Tensor) -> None:
-            if tokens is not None:
-                context.tokens = tokens
             backward = backward_of(context)
             if not backward.of_pass:
                 backward.of_pass = True
-                backward.at_end.append(context.forget)
+                # What runs after it is not of these tokens.
+                after = partial(setattr, context, "tokens", context.tokens)
+                backward.at_end += [context.forget, after]
+            if tokens is not None:
+                context.tokens = tokens
 
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
@@ -320,7 +324,7 @@ def _crossings(
 
 def _crosses_hooks(left: Sequence[nn.Module], entered: Sequence[nn.Module]) -> bool:
     """Whether code of the user's runs there, which may change parameters."""
-    hooks = [*(m._forward_hooks for m in left), *(m._forward_pre_hooks for m in entered)]
+    hooks = [*map(forward_hooks, left), *map(forward_pre_hooks, entered)]
     return any(_is_users(hook) for of_module in hooks for hook in of_module.values())
 
 

@@ -8,9 +8,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .._torch_compat import (
+    SELECTIVE_MODES,
+    current_graph_task_id,
+    dispatch_modes,
+    local_tensor,
+    root_mesh,
+    version,
+)
+from ..mesh.layouts import describe_mesh
 
 if TYPE_CHECKING:
     from .ahead import Pass
@@ -31,16 +39,12 @@ Sizes = tuple[int, ...]
 
 def in_backward() -> bool:
     """Whether autograd is running backward, for which checkpointing may run modules again."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def selective_region() -> Any:
     """The region of selective checkpointing that is being run, or run again; None outside."""
-    if not torch._C._len_torch_dispatch_stack():
-        return None
-    modes = _CachingTorchDispatchMode, _CachedTorchDispatchMode
-    found = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, modes))
-    return next(found, None)
+    return next((mode for mode in dispatch_modes() if isinstance(mode, SELECTIVE_MODES)), None)
 
 
 class Context:
@@ -51,7 +55,8 @@ class Context:
     model's forward and of a backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.of = describe_mesh(mesh)
         self.tokens: Sizes | None = None
         """Batch and sequence size of the tokens under way, as far as they are known.
 
@@ -59,6 +64,7 @@ class Context:
         wire; a shard that does not fit them is an error. The embedding, where every rank holds the
         whole ids, writes them, and so does each module that is handed tensors of known sizes: of an
         encoder and a decoder, or a block that is computed again for backward, the one that runs.
+        A user says them by :class:`~torch_tp2d.token_sizes`.
         """
         self.running: Pass | None = None
         """The forward of a model that runs, if :func:`torch_tp2d.parallelize_module` knows it."""
@@ -74,8 +80,10 @@ class Context:
         """How many keys of dropout the ranks of the mesh have drawn."""
 
     def __repr__(self) -> str:
-        running = "no forward" if self.running is None else repr(self.running)
-        return f"Context(tokens={self.tokens}, {running}, backwards={len(self.backwards)})"
+        under_way = [] if self.running is None else [repr(self.running)]
+        under_way += map(repr, self.backwards.values())
+        said = ", ".join(under_way) or "nothing under way"
+        return f"Context(mesh={self.of}, tokens={self.tokens}, {said})"
 
     def forget(self) -> None:
         """A forward begins or has ended: nothing that was kept of another is of use."""
@@ -110,11 +118,11 @@ def versions(x: Any) -> tuple[int | None, ...]:
 
     Of a DTensor some count as the shard's alone. What was made in inference mode has no version.
     """
-    inside = getattr(x, "_local_tensor", x)
-    of_shard = None if inside.is_inference() else inside._version
+    inside = local_tensor(x)
+    of_shard = None if inside.is_inference() else version(inside)
     if inside is x:
         return (of_shard,)
-    return None if x.is_inference() else x._version, of_shard
+    return None if x.is_inference() else version(x), of_shard
 
 
 class Watched:
@@ -147,4 +155,7 @@ def context_of(mesh: DeviceMesh) -> Context:
     All slices of one ``init_device_mesh`` share theirs; another mesh has its own, though the two
     compare equal, so that a model without an embedding can have one.
     """
-    return _contexts.setdefault(mesh._get_root_mesh(), Context())
+    root = root_mesh(mesh)
+    if root not in _contexts:
+        _contexts[root] = Context(root)
+    return _contexts[root]

@@ -18,8 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from .._torch_compat import (
+    disabled_torch_function_impl,
+    is_mutable,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 from ..comm import Axis, Pending, all_gather, gather_others, only_own, without_own
 
 __all__ = [
@@ -41,9 +46,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=like.dtype, device=like.device
-        )
+        return make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
 
     def value(self) -> Tensor:
         """The tensor itself."""
@@ -56,13 +59,13 @@ class Deferred(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        shares = func.is_view or func._schema.is_mutable
+        shares = func.is_view or is_mutable(func)
         args, kwargs = tree_map_only(
             Deferred, lambda x: x.own_value() if shares else x.value(), (args, kwargs or {})
         )

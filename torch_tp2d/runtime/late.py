@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
+from .._torch_compat import at_end_of_backward, current_graph_task_id
 from ..comm import Axis, Pending, all_reduce
 from .context import Context, in_backward
 from .deferred import Later, undeferred
@@ -70,6 +70,9 @@ class Backward:
         self.of_pass = False
         """Whether it is of a forward that began and ended a :class:`~.ahead.Pass`."""
 
+    def __repr__(self) -> str:
+        return f"Backward({len(self.owed)} sums owed, {len(self.at_end)} calls at its end)"
+
     def compute_owed(self) -> None:
         """Compute all that is owed: best between starting a transfer and waiting for it."""
         for owed in self.owed:
@@ -94,7 +97,7 @@ class Backward:
 
 def backward_of(context: Context) -> Backward:
     """The backward that runs now; of a graph computed within another's backward, its own."""
-    number = torch._C._current_graph_task_id()
+    number = current_graph_task_id()
     found = context.backwards.get(number)
     if found is None:
         found = context.backwards[number] = Backward()
@@ -105,7 +108,7 @@ def backward_of(context: Context) -> Backward:
             if ended is not None:
                 ended.close()
 
-        Variable._execution_engine.queue_callback(close)
+        at_end_of_backward(close)
     return found
 
 

@@ -11,7 +11,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .. import debug
 from .._once import once_differentiable
+from .._torch_compat import (
+    are_functorch_transforms_active,
+    dtensor_of,
+    local_tensor,
+    parameters_of,
+    spec_of,
+)
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
@@ -32,6 +39,9 @@ __all__ = [
     "FEATURES",
     "GridStyle",
     "LayoutLike",
+    "AS_INPUT",
+    "AT_FIRST_FORWARD",
+    "Resolved",
     "Runner",
     "check_dims",
     "local_shards",
@@ -86,8 +96,9 @@ class GridStyle(ParallelStyle):
                     f"{describe_mesh(grid.mesh)}: apply the 2-D plan first, then fully_shard"
                 )
         for owner, name, _ in self.param_layouts(module):
-            if name not in owner._parameters and isinstance(getattr(owner, name, None), Tensor):
-                held = sorted(n for n, _ in owner.named_parameters()) + sorted(owner._buffers)
+            if name not in parameters_of(owner) and isinstance(getattr(owner, name, None), Tensor):
+                held = sorted(n for n, _ in owner.named_parameters())
+                held += sorted(n for n, _ in owner.named_buffers(recurse=False))
                 raise ValueError(
                     f"{describe_module(module)}: its {name} is no parameter but comes of {held}, "
                     f"as in a parametrized or weight-normed module: apply the plan first and "
@@ -184,6 +195,22 @@ def tied_message(
     )
 
 
+AS_INPUT = "as the input"
+AT_FIRST_FORWARD = "at the first forward"
+
+
+class Resolved(NamedTuple):
+    """What of a style is certain when the plan is applied: see :func:`torch_tp2d.layouts_of`."""
+
+    input: Layout | str = ""
+    output: Layout | str = ""
+    dataflow: str = ""
+    algorithm: str = ""
+    told_by: str = "entry"
+    runs_parameters: bool = True
+    """Whether it is what the module's own parameters are used by."""
+
+
 class Runner:
     """What a styled module does in forward. Immutable, and shared by copies of the module."""
 
@@ -201,6 +228,10 @@ class Runner:
 
         Called again before its first forward: loading may have made other parameters.
         """
+
+    def resolved(self) -> Resolved:
+        """The layouts that the plan was resolved to here."""
+        return Resolved()
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module on the grid; ``forward`` is the module's own."""
@@ -256,8 +287,8 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = [getattr(param, "_spec", None) for param in params]
-        shards = [getattr(param, "_local_tensor", param) for param in params]
+        ctx.specs = list(map(spec_of, params))
+        shards = list(map(local_tensor, params))
         ctx.strides = [shard.stride() for shard in shards]
         return tuple(shard.view_as(shard) for shard in shards)
 
@@ -275,10 +306,7 @@ def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Te
     if spec is None:
         return grad
     if grad.stride() == strides:
-        # A spec of its own: torch changes them in place.
-        own = object.__new__(type(spec))
-        own.__dict__.update(spec.__dict__)
-        return DTensor(grad, own, requires_grad=False)
+        return dtensor_of(grad, spec)
     return DTensor.from_local(
         grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
@@ -290,7 +318,7 @@ def refuse_transforms(module: nn.Module) -> None:
     Raises:
         NotImplementedError: saying how to come by the gradients.
     """
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         raise NotImplementedError(
             f"{describe_module(module)}: torch.func's transforms (grad, vjp, jvp, vmap) do not "
             f"reach into a module on a mesh: call it by torch.func.functional_call with the "
@@ -333,4 +361,4 @@ def _shard(param: Any) -> Any:
 
 def values_of(param: Any) -> Tensor:
     """A view of a parameter's values on this rank, whatever they become."""
-    return getattr(param, "_local_tensor", param).detach()
+    return local_tensor(param).detach()

@@ -15,9 +15,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .._once import once_differentiable
+from .._torch_compat import disable_current_modes
 from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
@@ -244,7 +244,7 @@ def refuse_one_input_for_all_rows(
         return
     grid.context.compared.add(module)
     # Selective checkpointing is not to see it: it does not happen again in backward.
-    with _disable_current_modes():
+    with disable_current_modes():
         alike = _alike_on_all_rows(x, grid)
     if alike:
         raise ValueError(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._torch_compat import disable_current_modes
 from ..comm import Axis, all_gather
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, check_row_dim, normalize
 from ..ops.attention.block import attend_to_all
 from ..ops.dropout import draw_key, drop, dropped
 from ..runtime.context import in_backward
-from .base import GridStyle, LayoutLike, Runner
+from .base import AS_INPUT, AT_FIRST_FORWARD, GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
 from .intercept import Intercept
 from .module_kinds import describe_module
@@ -35,7 +35,7 @@ OTHER_KINDS = (
 )
 """torch's dropouts of whole channels, and those that keep mean and variance: not for shards."""
 
-_TOKEN_DIMS: dict[int, dict[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
+_TOKEN_DIMS: Mapping[int, Mapping[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
 """By the number of dims: which of them are the batch (0) and the sequence (1)."""
 
 
@@ -56,7 +56,7 @@ def next_key(grid: Grid) -> Tensor:
     count = grid.context.keys_drawn = grid.context.keys_drawn + 1
     if count & (count - 1) == 0:
         # Selective checkpointing is not to see it: it does not happen again in backward.
-        with _disable_current_modes():
+        with disable_current_modes():
             keys = key.view(1).to(grid.mesh.device_type)
             for axis in (grid.col, grid.row):
                 keys = all_gather(keys, 0, (keys.numel(),) * axis.size, axis).wait()
@@ -164,6 +164,15 @@ class Masks:
             if is_of_features(p)
         }
         """Local width to the width of the whole, and whether another module's whole is as wide."""
+
+    def resolved(self) -> Resolved:
+        """What is certain of the tensors that are dropped from, before one of them is seen."""
+        if self.declared is not None:
+            return Resolved(self.declared, AS_INPUT)
+        told = None if self.widths else self._surroundings.told(self.row_dim, self.grid)
+        if told is None:
+            return Resolved(AT_FIRST_FORWARD, AS_INPUT, told_by="sizes")
+        return Resolved(told, AS_INPUT, told_by="plan")
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         """``x``, a DTensor or a local shard, with some of it dropped and the rest scaled."""
@@ -380,10 +389,13 @@ def _start_of(extent: int, cuts: Sequence[Axis]) -> int:
 class _DropoutRunner(Runner):
     def __init__(self, style: Dropout2D, module: nn.Module, grid: Grid) -> None:
         self.style = "Dropout2D"
-        self.by_default = style.by_default
+        self.by_default, self.grid = style.by_default, grid
         self.masks = Masks(
             grid, style.row_dim, style.input_layouts, style.beside, module, style.surroundings
         )
+
+    def resolved(self) -> Resolved:
+        return self.masks.resolved()
 
     def run(self, module: Any, forward: Callable[..., Any], x: Tensor) -> Tensor:
         if not module.training or module.p == 0.0:
@@ -428,7 +440,10 @@ class _InsideRunner(Runner):
     by_default = True
 
     def __init__(self, masks: Masks, rates: tuple[str, ...]) -> None:
-        self.masks, self.rates = masks, rates
+        self.masks, self.rates, self.grid = masks, rates, masks.grid
+
+    def resolved(self) -> Resolved:
+        return self.masks.resolved()._replace(runs_parameters=False)
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         values = (getattr(module, name, 0.0) for name in self.rates)

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import Grid
-from ..mesh.layouts import Layout, as_layout
+from ..mesh.layouts import STATIONARY, Layout, as_layout
 from ..ops.embedding import embedding2d
 from ..ops.patches import patches
-from .base import LayoutLike, Runner, check_dims, local_shards
+from .base import LayoutLike, Resolved, Runner, check_dims, local_shards
 from .boundary import enter, leave, to_dtensor
 
 if TYPE_CHECKING:
@@ -60,10 +60,18 @@ class EmbeddingRunner(Runner):
             if isinstance(placement, Shard) and placement.dim == 0:
                 self.vocab_start = sum(axis.split(vocab)[: axis.index])
 
-    def _output_layout(self, ids: Tensor) -> Layout:
+    def resolved(self) -> Resolved:
+        of_tokens, of_positions = self._output_layout(2), self._output_layout(1)
+        if of_tokens == of_positions:
+            return Resolved(self.declared, of_tokens, STATIONARY)
+        others = ", ".join(map(str, self.grid.on_mesh(of_positions)))
+        written = ", ".join(map(str, self.grid.on_mesh(of_tokens)))
+        return Resolved(self.declared, f"({written}), of positions ({others})", STATIONARY)
+
+    def _output_layout(self, dims: int) -> Layout:
         """Ids of one dim are positions, ``[sequence]``: they have no batch for tp_row to split."""
         row: Placement = Shard(self.row_dim)
-        if ids.ndim == 1:
+        if dims == 1:
             row = Replicate() if self.row_dim == 0 else Shard(0)
         return as_layout(self.given_out, (row, self.default_col), row=row)
 
@@ -71,7 +79,7 @@ class EmbeddingRunner(Runner):
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         whole: Layout = Replicate(), Replicate()
         ids = enter(x, self.declared, whole, self.grid, self.row_dim, None, module=module)
-        wanted = self._output_layout(ids)
+        wanted = self._output_layout(ids.ndim)
         if ids.ndim == 2 and isinstance(wanted[0], Shard):
             self.grid.context.tokens = tuple(ids.shape)
         (weight,) = local_shards(module.weight)
@@ -104,6 +112,9 @@ class PatchRunner(Runner):
         self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
         self.wanted_out = as_layout(given_out, (Shard(0), Shard(1)), row=Shard(0))
         self.use_local_output = style.use_local_output
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.declared, self.wanted_out)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         grid, own = self.grid, (Shard(0), Replicate())

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch.overrides import TorchFunctionMode
+
+from .._torch_compat import flex_attention_op
 
 __all__ = ["Intercept"]
 

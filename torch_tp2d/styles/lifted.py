@@ -19,12 +19,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._torch_compat import disable_current_modes
 from ..comm import all_gather
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
-from .base import GridStyle, Runner
+from .base import GridStyle, Resolved, Runner
 from .boundary import gather_for_module, to_dtensor
 from .dropout import OTHER_KINDS, Dropout2D
 from .linear import Colwise2D, Rowwise2D
@@ -98,8 +98,12 @@ class _SequenceDropout(Runner):
 
     style = "SequenceParallel"
 
-    def __init__(self, whole: Runner, masks: Runner) -> None:
+    def __init__(self, whole: WholeRunner, masks: Runner) -> None:
         self.whole, self.masks = whole, masks
+        self.grid = whole.grid
+
+    def resolved(self) -> Resolved:
+        return self.whole.resolved()
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def drop(x: Tensor) -> Tensor:
@@ -301,7 +305,17 @@ class _Hook:
         return value.redistribute(placements=placements)
 
 
+def _prepares(given: Sequence[_Input | None]) -> Resolved:
+    """Of the first tensor that is prepared."""
+    first = next((one for one in given if one is not None), None)
+    if first is None:
+        return Resolved(runs_parameters=False)
+    return Resolved(first.have, first.want, runs_parameters=False)
+
+
 class _InputHook(_Hook):
+    style = "PrepareModuleInput"
+
     def __init__(self, inputs: _Inputs, grid: Grid, row_dim: int, asked: bool | None) -> None:
         super().__init__(grid, row_dim)
         self.inputs = inputs
@@ -311,6 +325,9 @@ class _InputHook(_Hook):
 
     def __deepcopy__(self, memo: Any) -> _InputHook:
         return copy.copy(self)
+
+    def resolved(self) -> Resolved:
+        return _prepares([*(self.inputs.args or ()), *self.inputs.kwargs.values()])
 
     def settle(self, module: nn.Module, giving: Collection[int] = ()) -> None:
         """Decide what the module is handed, by the styles inside it."""
@@ -362,7 +379,7 @@ class _InputHook(_Hook):
         if self.use_local or self.grid.row.size == 1 or not values:
             return
         # Selective checkpointing is not to see it: it does not happen again in backward.
-        with _disable_current_modes():
+        with disable_current_modes():
             digests = torch.stack([_digest(x) for x in values])
             for axis in (self.grid.row, self.grid.col):
                 one = digests.shape[0]
@@ -392,6 +409,8 @@ def _digest(x: Tensor) -> Tensor:
 
 
 class _OutputHook(_Hook):
+    style = "PrepareModuleOutput"
+
     def __init__(self, style: PrepareModuleOutput, grid: Grid, row_dim: int, use_local: bool):
         super().__init__(grid, row_dim)
         self.use_local = use_local
@@ -406,6 +425,9 @@ class _OutputHook(_Hook):
 
     def __deepcopy__(self, memo: Any) -> _OutputHook:
         return self
+
+    def resolved(self) -> Resolved:
+        return _prepares(self.outputs)
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         several = isinstance(outputs, tuple)
@@ -461,7 +483,7 @@ def _prepare_both(style: Any, use_local: bool | None, row_dim: int) -> GridStyle
     return _LiftedPrepare(inputs, outputs, _asked(inputs, use_local), local, row_dim)
 
 
-_LIFTS: dict[type[ParallelStyle], Callable[[Any, bool | None, int], GridStyle]] = {
+_LIFTS: Mapping[type[ParallelStyle], Callable[[Any, bool | None, int], GridStyle]] = {
     ColwiseParallel: _matmul(_LiftedColwise),
     RowwiseParallel: _matmul(_LiftedRowwise),
     SequenceParallel: _sequence,

@@ -23,7 +23,16 @@ from ..planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from ..planner.rates import Rates, known
 from ..runtime.ahead import Ready, take_up
 from ..runtime.context import Sizes, Watched
-from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards, values_of
+from .base import (
+    FEATURES,
+    GridStyle,
+    LayoutLike,
+    Resolved,
+    Runner,
+    check_dims,
+    local_shards,
+    values_of,
+)
 from .boundary import enter, leave
 from .embedding import EmbeddingRunner, PatchRunner
 from .module_kinds import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
@@ -275,6 +284,7 @@ class _LinearRunner(Runner):
             by_rates = grid.col.transport.goes_by_rates
             name = "pipelined" if style.regather_input else choose_algorithm(by_rates, rates)
         algorithm = ALGORITHMS[name]
+        self.dataflow, self.algorithm = style.rule.dataflow, name
         self.in_rounds = name == "pipelined"
         self.may_reshard = style.reshard_after_forward is None
         p, q = (in_features, out_features) if gathers else (out_features, in_features)
@@ -298,6 +308,9 @@ class _LinearRunner(Runner):
         whole = algorithm.WHOLE
         self.operand: Layout = row, Replicate() if gathers and whole else Shard(-1)
         self.result: Layout = row, Partial() if whole and not gathers else Shard(-1)
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.declared, self.wanted_out, self.dataflow, self.algorithm)
 
     def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies its output features by."""
@@ -422,6 +435,9 @@ class _StationaryRunner(Runner):
             keep_weight=True,
         )
 
+    def resolved(self) -> Resolved:
+        return Resolved(self.declared, self.wanted_out, STATIONARY, "collective")
+
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2, FEATURES)
         sizes = self.grid.sizes_of(x)
@@ -473,6 +489,9 @@ class _ChoosingRunner(Runner):
             columns=own.grid.col.size,
         )
         self.chosen: dict[tuple[int, int, bool], str] = {}
+
+    def resolved(self) -> Resolved:
+        return self.own.resolved()._replace(dataflow="auto")
 
     def prepare(self, module: Any) -> Ready | None:
         return self.own.prepare(module)

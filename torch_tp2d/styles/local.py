@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
-from .base import GridStyle, LayoutLike, Runner
+from .base import GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
 from .module_kinds import describe_module
 from .replicated import run_locally
@@ -125,6 +125,10 @@ class _LocalRunner(Runner):
         self.declared, self.surroundings = style.input_layouts, style.surroundings
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
+    def resolved(self) -> Resolved:
+        row = row_layout()
+        return Resolved(row if self.declared is None else self.declared, row)
+
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         batches = {x.shape[0] for x in values if isinstance(x, DTensor)}
@@ -132,7 +136,7 @@ class _LocalRunner(Runner):
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         params = [(module, name) for name in self.names]
-        y = run_locally(module, params, forward, args, kwargs, self.grid, shares_on_col=shares)
+        y = run_locally(params, forward, args, kwargs, self.grid, shares_on_col=shares)
         local = not batches if self.use_local_output is None else self.use_local_output
         return y if local else self._of_whole_batch(module, y, batches)
 

@@ -13,7 +13,7 @@ from ..mesh.grid import Grid
 from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
 from ..ops.norm import norm2d
 from ..runtime.ahead import Ready, take_up
-from .base import FEATURES, GridStyle, LayoutLike, Runner, check_dims, local_shards
+from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims, local_shards
 from .boundary import enter, leave
 from .module_kinds import norm_of
 
@@ -117,6 +117,9 @@ class _NormRunner(Runner):
         tokens = self.blocks[1] if style.transposed else self.blocks[0]
         self.token_axis = across if isinstance(tokens, Shard) else None
         self.use_local_output = style.use_local_output
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.declared, self.wanted_out)
 
     def prepare(self, module: nn.Module) -> Ready:
         """Take up the parameters."""

@@ -13,13 +13,22 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
+from .._torch_compat import hooks_again, parameters_of
 from ..comm import Axis
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
 from ..runtime.ahead import Ready, take_up
 from ..runtime.context import Context
 from ..runtime.late import summed
-from .base import GridStyle, LayoutLike, Runner, local_shards
+from .base import (
+    AS_INPUT,
+    AT_FIRST_FORWARD,
+    GridStyle,
+    LayoutLike,
+    Resolved,
+    Runner,
+    local_shards,
+)
 from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner
 from .module_kinds import describe_module, is_embedding
@@ -166,6 +175,15 @@ class WholeRunner(Runner):
         self.use_local_output = use_local_output
         self.enforce_input = enforce_input
 
+    def resolved(self) -> Resolved:
+        output = AS_INPUT if self.wanted is None else self.wanted
+        if self.declared is not None:
+            return Resolved(self.declared, output)
+        told = self.surroundings.told(self.row_dim, self.grid)
+        if told is None:
+            return Resolved(AT_FIRST_FORWARD, output, told_by="sizes")
+        return Resolved(told, output, told_by="plan")
+
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = _first_tensor(module, args, kwargs)
         x: Any = given
@@ -174,7 +192,7 @@ class WholeRunner(Runner):
         if was_local:
             declared = self.declared
             if self.surroundings.sees_heads(module, x):
-                return run_locally(module, _own(module), forward, args, kwargs, self.grid)
+                return run_locally(_own(module), forward, args, kwargs, self.grid)
             if declared is None:
                 declared = self.grid.handed(x)
             else:
@@ -300,13 +318,12 @@ def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
         (owner, name)
         for owner in module.modules()
-        for name, param in owner._parameters.items()
+        for name, param in parameters_of(owner).items()
         if param is not None
     ]
 
 
 def run_locally(
-    module: nn.Module,
     params: Sequence[tuple[nn.Module, str]],
     forward: Callable[..., Any],
     args: Sequence[Any],
@@ -322,7 +339,7 @@ def run_locally(
         shares_on_col: the gradients of different columns are shares too, as those of rows are.
     """
     row, col = ([axis] if axis.size > 1 else [] for axis in (grid.row, grid.col))
-    on_mesh: list[Any] = [owner._parameters[name] for owner, name in params]
+    on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
     shards = local_shards(*on_mesh)
     split = [isinstance(param.placements[1], Shard) for param in on_mesh]
     on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
@@ -385,11 +402,7 @@ class SumGrads(torch.autograd.Function):
 
 
 def _settle_after_backward(param: DTensor) -> None:
-    hooks = param._post_accumulate_grad_hooks
-    if hooks and _settle_grad in hooks.values():
-        # to_empty() puts another tensor under the parameter, and hooks fire where they were set.
-        param._post_accumulate_grad_hooks = hooks
-    else:
+    if not hooks_again(param, _settle_grad):
         param.register_post_accumulate_grad_hook(_settle_grad)
 
 

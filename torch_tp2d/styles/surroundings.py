@@ -47,6 +47,14 @@ class Surroundings:
     in_attention: bool = False
     axes: frozenset[Axes] = frozenset()
 
+    def told(self, row_dim: int, grid: Grid) -> Layout | None:
+        """The layout of the tokens there as far as the plan alone tells it."""
+        if self.axes - {TP_COL} and grid.row.size * grid.col.size > 1:
+            return None
+        if self.stream is None and grid.col.size > 1:
+            return None
+        return Shard(row_dim), Replicate() if self.stream is None else self.stream
+
     def sees_heads(self, module: nn.Module, x: Tensor) -> bool:
         """Whether ``x`` is this column's heads inside an attention that the grid runs.
 

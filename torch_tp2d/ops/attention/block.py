@@ -22,6 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._torch_compat import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_for_cpu,
+    flash_attention_for_cpu_backward,
+    safe_softmax,
+)
+
 __all__ = [
     "Grads",
     "attend",
@@ -33,7 +41,6 @@ __all__ = [
     "unspread",
 ]
 
-_aten = torch.ops.aten
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -142,7 +149,7 @@ def attend(
     kernel = _fused(query, key, value, mask, exact)
     if kernel == "cpu":
         bias = _additive(mask, query, key.shape[-2])
-        out, log = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out, log = flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias, scale=scale
         )
         if bias is not None:
@@ -150,9 +157,7 @@ def attend(
             log = log.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
         return out, log
     if kernel == "cuda":
-        out, log, *_ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, False, scale=scale
-        )
+        out, log, *_ = flash_attention(query, key, value, 0.0, causal, False, scale=scale)
         return out, log
     scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
     log = scores.logsumexp(-1)
@@ -181,7 +186,7 @@ def attend_backward(
     log = _finite(log)
     kernel = _fused(query, key, value, mask, exact)
     if kernel == "cpu":
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = flash_attention_for_cpu_backward(
             *(grad, query, key, value, out, log, 0.0, causal),
             attn_mask=_additive(mask, query, key.shape[-2]),
             scale=scale,
@@ -190,7 +195,7 @@ def attend_backward(
         return Grads(query_grad, key_grad, value_grad, None)
     if kernel == "cuda":
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)
-        grads = _aten._scaled_dot_product_flash_attention_backward(
+        grads = flash_attention_backward(
             *(grad.contiguous(), query, key, value, out, log, None, None),
             *(query.shape[-2], key.shape[-2], 0.0, causal, unused, unused),
             scale=scale,
@@ -231,7 +236,7 @@ def attend_to_all(
     if drop is not None and query.numel():
         scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
         # Zeros where nothing is seen. Of all this only the weights are kept for backward.
-        weights = _aten._safe_softmax(scores, -1, wide(scores.dtype))
+        weights = safe_softmax(scores, -1, wide(scores.dtype))
         return (drop(weights) @ value.to(weights.dtype)).to(query.dtype)
     if query.numel():
         return F.scaled_dot_product_attention(

@@ -3,19 +3,22 @@
 DTensor knows the fused attention kernels of GPUs, but not the one that
 ``scaled_dot_product_attention`` takes on a CPU, and its fallback mixes plain masks with DTensors.
 Batch and heads are independent, so shards of either need no communication.
+
+Importing this module registers the rule with DTensor, whose table of them is the process's: it
+holds for every DTensor, where torch alone would raise.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from ..._torch_compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
+
 __all__: list[str] = []
 
-_aten = torch.ops.aten
 _BATCH, _HEADS = 0, 1
 
 
@@ -49,7 +52,7 @@ def _mask(spec: Any, placement: Any) -> Any:
     return Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else Replicate()
 
 
-@register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)
+@register_sharding(flash_attention_for_cpu.default)
 def _forward(
     query: Any,
     key: Any,
@@ -62,7 +65,7 @@ def _forward(
     return _alike(3, 2, attn_mask, query)
 
 
-@register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@register_sharding(flash_attention_for_cpu_backward.default)
 def _backward(
     grad_out: Any,
     query: Any,

@@ -6,6 +6,7 @@ what each of them provides).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 # A module with the functions of the protocol is one, which mypy does not see in a dict.
-ALGORITHMS: dict[str, Any] = {
+ALGORITHMS: Mapping[str, Any] = {
     "collective": collective,
     "pipelined": pipelined,
     "summa": summa,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from ...mesh.grid import Grid, describe_mesh
-from ..base import Runner
+from ..base import Resolved, Runner
 from ..dropout import Masks
 from ..intercept import Intercept
 from ..module_kinds import describe_module
@@ -40,6 +40,9 @@ class AttentionRunner(Runner):
         self.heads = style.heads(module, grid.col)
         self.masks = Masks(grid, style.row_dim, None, (), owner=module)
         self.local_values = style.local_values(module, grid.col)
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.declared, algorithm=self.algorithm, runs_parameters=False)
 
     def installed(self, module: nn.Module) -> None:
         for name, value in self.local_values.items():

@@ -1,0 +1,286 @@
+"""Every name of torch's that torch does not promise to keep, with what it is used for.
+
+The rest of the package imports these from here, under torch's name without the underscore wherever
+they are torch's as they stand. ``tests/test_torch_compat.py`` tries each of them, so that a release
+of torch that moves one is named by the test of that name, and allows no private name elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch.autograd import Variable
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.distributed_c10d import (
+    _get_default_timeout,
+    _resolve_process_group,
+    _set_pg_timeout,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+__all__ = [
+    "REPLICATE",
+    "SELECTIVE_MODES",
+    "AutoDispatchBelowAutograd",
+    "DisableTorchFunctionSubclass",
+    "StridedShard",
+    "TorchDispatchMode",
+    "active_fake_mode",
+    "are_functorch_transforms_active",
+    "at_end_of_backward",
+    "backend_of",
+    "c10d_functional",
+    "collective_of",
+    "current_autograd_node",
+    "current_graph_task_id",
+    "current_mesh",
+    "default_timeout",
+    "disable_current_modes",
+    "disable_dynamo",
+    "disabled_torch_function_impl",
+    "dispatch_modes",
+    "dtensor_of",
+    "flash_attention",
+    "flash_attention_backward",
+    "flash_attention_for_cpu",
+    "flash_attention_for_cpu_backward",
+    "flex_attention_op",
+    "forward_hooks",
+    "forward_pre_hooks",
+    "gloo_options",
+    "has_replicate",
+    "hooks_again",
+    "is_mutable",
+    "local_tensor",
+    "make_wrapper_subclass",
+    "parameters_of",
+    "resolve_process_group",
+    "root_mesh",
+    "safe_softmax",
+    "set_timeout",
+    "spec_of",
+    "submodules_of",
+    "timeout_of",
+    "tree_leaves",
+    "tree_map_only",
+    "version",
+    "was_localized",
+]
+
+# Tensor subclasses and modes. Torch documents the two of them that have no underscore of their own,
+# TorchDispatchMode and DisableTorchFunctionSubclass, under a private module.
+
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+"""Makes a tensor of a shape and no storage: a deferred one, or logits that are flat by name."""
+
+disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` leaves a subclass to ``__torch_dispatch__`` alone."""
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""A context in which a subclass's ``__torch_function__`` can call torch without meeting itself."""
+
+AutoDispatchBelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+"""A context that passes over autograd's kernels, which cost more than the collectives do."""
+
+# disable_current_modes: what the ranks tell each other is not counted, traced or checkpointed.
+
+SELECTIVE_MODES = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+"""The modes in which selective checkpointing runs a region, and runs it again."""
+
+
+def dispatch_modes() -> Sequence[Any]:
+    """The dispatch modes that are entered: is a region of selective checkpointing among them?"""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+
+
+# active_fake_mode: nothing travels while a model is traced with fake tensors.
+
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func runs, which the styles refuse."""
+
+
+def version(x: Tensor) -> int:
+    """How often a tensor was changed in place: whether what was made of it is still good."""
+    return x._version
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an operator writes into an argument: not into a tensor that others share."""
+    return bool(op._schema.is_mutable)
+
+
+disable_dynamo = torch._disable_dynamo
+"""``torch.compiler.disable``, without importing Dynamo, which takes a second and patches torch."""
+
+# Autograd's engine
+
+current_graph_task_id = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread, -1 outside: what is under way is by it."""
+
+current_autograd_node: Any = torch._C._current_autograd_node
+"""The node whose backward runs: which layer a collective is for, in debug mode."""
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have the backward that runs call this when it is over: what it started is awaited then."""
+    Variable._execution_engine.queue_callback(call)
+
+
+def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:
+    """Whether a parameter has a post-accumulate hook, which then is set anew.
+
+    ``to_empty()`` puts another tensor under a parameter, and hooks fire where they were set.
+    """
+    hooks = param._post_accumulate_grad_hooks
+    if not hooks or hook not in hooks.values():
+        return False
+    param._post_accumulate_grad_hooks = hooks
+    return True
+
+
+# Operators. flex_attention_op is what an Intercept looks for: a mask that fits the grid's shards.
+
+c10d_functional: Any = torch.ops._c10d_functional
+"""The collectives that can be traced."""
+
+
+def collective_of(op: Any) -> str:
+    """``all_reduce`` of the functional collective's operator; ``""`` for what sends nothing."""
+    if op.namespace != "_c10d_functional" or op._opname in ("wait_tensor", "_wrap_tensor_autograd"):
+        return ""
+    return str(op._opname)
+
+
+flash_attention_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_for_cpu_backward: Any = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+"""Attention to one block of keys, with the logarithms by which blocks are merged."""
+
+safe_softmax: Any = torch.ops.aten._safe_softmax
+"""Zeros where nothing is seen, as ``scaled_dot_product_attention`` has it."""
+
+# Meshes and process groups
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one is a slice of: all slices share what is known of a step."""
+    return mesh._get_root_mesh()
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the surrounding ``with mesh:``, as for torch's own ``parallelize_module``."""
+    return _mesh_resources.get_current_mesh()
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The group of a name, by which the functional collectives know it."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What sends a device's tensors for a group: gloo's own object, say. None if nothing does."""
+    if torch.device(device.type) not in group._device_types:
+        return None
+    return group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long a group's transfers may take; None for a backend that does not say."""
+    options = getattr(backend_of(group, device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def default_timeout(group: dist.ProcessGroup) -> timedelta:
+    """What a group of this kind has if nobody gave it a timeout."""
+    return _get_default_timeout(dist.get_backend(group))
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Change how long a group's transfers may take: torch leaves a mesh's at the default."""
+    _set_pg_timeout(timeout, group)
+
+
+def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:
+    """Options of a gloo group with a number of worker threads, which torch sets to two."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = list(devices)
+    options._threads = threads
+    options._timeout = timeout
+    return options
+
+
+# DTensor. A StridedShard is what flattening a sequence that does not divide leaves in placements.
+
+
+def local_tensor(x: Any) -> Any:
+    """A DTensor's shard itself, without the autograd node of ``to_local()``; others are their own.
+
+    Told by the attribute, as FSDP2 has parameters of classes of its own.
+    """
+    return getattr(x, "_local_tensor", x)
+
+
+def spec_of(x: Any) -> Any:
+    """Where a DTensor lies and what it is a part of; None for other tensors."""
+    return getattr(x, "_spec", None)
+
+
+def dtensor_of(local: Tensor, spec: Any) -> DTensor:
+    """A shard as a DTensor, without the checks of ``from_local`` that outlast a small product."""
+    # A spec of its own: torch changes them in place.
+    own = object.__new__(type(spec))
+    own.__dict__.update(spec.__dict__)
+    return DTensor(local, own, requires_grad=False)
+
+
+# Modules, and how data parallelism wraps them
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own parameters by name, None among them, found without a search."""
+    return module._parameters
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children by name, with those that are None: pruned for a pipeline stage."""
+    return module._modules
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """What runs before a module: a user's may change parameters, ours is taken off a copy."""
+    return module._forward_pre_hooks
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """What runs after a module: a user's may change parameters."""
+    return module._forward_hooks
+
+
+REPLICATE = "torch.distributed._composable.replicate"
+
+
+def has_replicate(module: nn.Module) -> bool:
+    """Whether the composable ``replicate`` has a module's gradients averaged."""
+    states = module.__dict__.get(STATE_KEY, {}).values()
+    return any(type(state).__module__ == REPLICATE for state in states)
+
+
+def was_localized(param: Any) -> bool:
+    """Whether DistributedDataParallel, given a ``device_mesh``, made a DTensor plain."""
+    return hasattr(param, "_st_info")
