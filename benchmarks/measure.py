@@ -230,9 +230,7 @@ def bytes_per_second(rate: str | None) -> float:
 def undisturbed(values: Sequence[float], *stolen: Sequence[float]) -> list[float]:
     """The values of the rounds in which nothing was disturbed; all of them where none was calm."""
     calm = [
-        value
-        for value, *shares in zip(values, *stolen, strict=True)
-        if max(shares) <= MOST_STOLEN
+        value for value, *shares in zip(values, *stolen, strict=True) if max(shares) <= MOST_STOLEN
     ]
     return calm or list(values)
 

@@ -83,8 +83,8 @@ def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int, p
 def _pieces_by_rate() -> list[int]:
     grid = Grid(grid_mesh(2, 2))
     comm.axis.PIECE_BYTES, comm.axis.FAST_PIECE_BYTES, shards = 64, 128, (16, 16)
-    comm.link_is(12.5e6, grid.row)
-    comm.link_is(125e6, grid.col)
+    comm.set_link_rate(12.5e6, grid.row)
+    comm.set_link_rate(125e6, grid.col)
     whole = _whole(32, 4)
     counted = []
     for axis in (grid.row, grid.col):

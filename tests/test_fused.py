@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D
-from torch_tp2d.comm import deal
+from torch_tp2d.comm import reshard_fused
 from torch_tp2d.mesh.grid import Grid
 
 TOLERANCE = 1e-12
@@ -168,9 +168,9 @@ def _dealt(columns: int) -> None:
             wanted = torch.cat(
                 [part.chunk(columns, 1)[axis.index] for part in whole.chunk(parts, 1)], 1
             )
-            dealt = deal(shard, 1, parts, axis).wait()
+            dealt = reshard_fused(shard, 1, parts, axis).wait()
             assert torch.equal(dealt, wanted), (parts, width)
-            assert torch.equal(deal(dealt, 1, parts, axis, back=True).wait(), shard)
+            assert torch.equal(reshard_fused(dealt, 1, parts, axis, back=True).wait(), shard)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4])

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from torch_tp2d import Dropout2D
-from torch_tp2d.comm import link_is
+from torch_tp2d.comm import set_link_rate
 from torch_tp2d.comm.groups import BACKEND
 from torch_tp2d.mesh.grid import Grid
 
@@ -204,7 +204,7 @@ def _worlds(folder: Path, count: int) -> tuple[list[list[float]], list[int], Hel
         losses.append([stepped(model, optimizer, step) for step in range(2)])
         column = Grid(mesh).col
         pieces.append(column.pieces(2**20, torch.float32))
-        link_is(1e9, column)
+        set_link_rate(1e9, column)
         del mesh, model, optimizer, column
         dist.barrier()
         dist.destroy_process_group()

@@ -129,6 +129,6 @@ def test_a_context_shows_what_is_under_way() -> None:
     grid = "mesh=(tp_row=2, tp_col=2)"
     assert seen == [
         f"Context({grid}, tokens=(4, 6), Pass(1 modules of 0, 0 ahead))",
-        f"Context({grid}, tokens=(4, 6), Backward(0 sums owed, 2 calls at its end))",
+        f"Context({grid}, tokens=(4, 6), Backward(0 sums pending, 2 calls at its end))",
         f"Context({grid}, tokens=None, nothing under way)",
     ]

@@ -9,23 +9,23 @@ from .axis import (
     FAST_PIECE_BYTES,
     ROUND_SECONDS,
     Axis,
-    link_is,
     link_of,
     only_own,
+    set_link_rate,
     without_own,
 )
-from .moves import deal_grad, move
+from .moves import move, reshard_fused_grad
 from .transfers import (
     Pending,
     all_gather,
     all_reduce,
     all_to_all,
     broadcast,
-    deal,
     gather_others,
     reduce,
     reduce_from_others,
     reduce_scatter,
+    reshard_fused,
     shift,
 )
 from .transport import GLOO, NCCL, Transport, transport_of
@@ -42,10 +42,10 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "deal",
-    "deal_grad",
+    "reshard_fused",
+    "reshard_fused_grad",
     "gather_others",
-    "link_is",
+    "set_link_rate",
     "link_of",
     "move",
     "only_own",

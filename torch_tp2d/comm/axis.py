@@ -25,7 +25,7 @@ __all__ = [
     "ROUND_SECONDS",
     "Axis",
     "Link",
-    "link_is",
+    "set_link_rate",
     "link_of",
     "only_own",
     "without_own",
@@ -39,8 +39,9 @@ On gloo 4 MB to and fro between two ranks, whole, took 2.0 times bytes/rate; in 
 """
 
 FAST_PIECE_BYTES = 512 * 1024
-"""The same for a link known to be fast (:func:`link_is`): at 1 Gbit/s shorter than with 192 and 256
-KB by 6 %, and than with 384 and 1024 KB.
+"""The same for a link known to be fast (:func:`set_link_rate`).
+
+At 1 Gbit/s steps were shorter than with 192 and 256 KB by 6 %, and than with 384 and 1024 KB.
 """
 
 FAST = 50e6
@@ -66,7 +67,7 @@ def link_of(group: dist.ProcessGroup) -> Link:
     return _links.setdefault(group, Link())
 
 
-def link_is(rate: float, axis: Axis) -> None:
+def set_link_rate(rate: float, axis: Axis) -> None:
     """Note the rate, in bytes a second, at which the ranks of an axis send to one another.
 
     All ranks of the axis have to note the same: transfers are cut by it.

@@ -1,6 +1,6 @@
 """Differentiable collectives: :func:`move` changes one axis of a tensor's layout.
 
-:func:`deal_grad` takes a fused weight apart.
+:func:`reshard_fused_grad` takes a fused weight apart.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from .axis import Axis
-from .transfers import all_gather, all_reduce, all_to_all, deal, reduce_scatter
+from .transfers import all_gather, all_reduce, all_to_all, reduce_scatter, reshard_fused
 
-__all__ = ["deal_grad", "move"]
+__all__ = ["reshard_fused_grad", "move"]
 
 
 class _Move(torch.autograd.Function):
@@ -111,35 +111,38 @@ def move(
     return _Move.apply(x, axis, src, dst, src_grad, dst_grad, sizes)
 
 
-class _Deal(torch.autograd.Function):
+class _ReshardFused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, parts: int, axis: Axis, *shards: Tensor | int | None
     ) -> tuple[Tensor | None, ...]:
         ctx.parts, ctx.axis, ctx.dims = parts, axis, shards[1::2]
-        return _deal_all(shards[::2], ctx.dims, parts, axis, back=False)
+        return _reshard_all(shards[::2], ctx.dims, parts, axis, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        dealt = _deal_all(grads, ctx.dims, ctx.parts, ctx.axis, back=True)
+        dealt = _reshard_all(grads, ctx.dims, ctx.parts, ctx.axis, back=True)
         return (None, None, *(item for grad in dealt for item in (grad, None)))
 
 
-def _deal_all(
+def _reshard_all(
     shards: Sequence[Any], dims: Sequence[Any], parts: int, axis: Axis, *, back: bool
 ) -> tuple[Tensor | None, ...]:
     moving = [
-        None if shard is None else deal(shard, dim, parts, axis, back=back)
+        None if shard is None else reshard_fused(shard, dim, parts, axis, back=back)
         for shard, dim in zip(shards, dims, strict=True)
     ]
     return tuple(None if one is None else one.wait().contiguous() for one in moving)
 
 
-def deal_grad(
+def reshard_fused_grad(
     weight: Tensor, dim: int, bias: Tensor | None, parts: int, axis: Axis
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`deal` a weight's ``dim`` and its bias, both at once; their gradients travel back."""
+    """:func:`reshard_fused` of a weight's ``dim`` and its bias, both at once.
+
+    Their gradients travel back.
+    """
     if axis.size == 1:
         return weight, bias
-    return _Deal.apply(parts, axis, weight, dim, bias, 0)
+    return _ReshardFused.apply(parts, axis, weight, dim, bias, 0)

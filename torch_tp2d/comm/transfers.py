@@ -28,7 +28,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "deal",
+    "reshard_fused",
     "gather_others",
     "reduce",
     "reduce_from_others",
@@ -421,7 +421,7 @@ def shift(
     )
 
 
-def deal(x: Tensor, dim: int, parts: int, axis: Axis, *, back: bool = False) -> Pending:
+def reshard_fused(x: Tensor, dim: int, parts: int, axis: Axis, *, back: bool = False) -> Pending:
     """Go from a shard of a dim that is made of equal parts to a shard of each of the parts.
 
     Cut into ``parts * size`` blocks, a rank's shard is ``parts`` neighbours, and what it gets is

@@ -360,8 +360,8 @@ class Grid:
             # on what an autograd.Function did.
             x = x.view_as(x)
         x._tp2d_handed = handed = sizes, layout, self.axes  # type: ignore[attr-defined]
-        node: Any = x.grad_fn
-        if node is not None and not torch.compiler.is_compiling():
+        node: Any = None if torch.compiler.is_compiling() else x.grad_fn
+        if node is not None:
             node.metadata["_tp2d_handed", x.output_nr] = handed
         return x
 

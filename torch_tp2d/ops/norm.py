@@ -14,7 +14,7 @@ from torch import Tensor
 from .._once import once_differentiable
 from ..comm import Axis, all_reduce
 from ..runtime.context import Context
-from ..runtime.late import summed
+from ..runtime.reductions import summed
 
 __all__ = ["norm2d"]
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .._torch_compat import current_mesh
 from ..mesh.grid import check_mesh
-from ..runtime.ahead import Forward
 from ..runtime.context import context_of
+from ..runtime.prefetch import Forward
 from ..styles.base import take_off_grid
 from ..styles.module_kinds import describe_module
 from ..styles.replicated import WholeRunner

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import root_mesh
-from ..comm import Axis, all_gather, all_reduce, link_is
+from ..comm import Axis, all_gather, all_reduce, set_link_rate
 
 __all__ = ["Rates", "assume", "assumed", "known", "measured"]
 
@@ -70,8 +70,8 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
         # Real numbers, whatever the model is made on.
         with torch.device("cpu"), torch.no_grad():
             rates = _known[root] = _measure(row, col)
-        link_is(rates.row, row)
-        link_is(rates.col, col)
+        set_link_rate(rates.row, row)
+        set_link_rate(rates.col, col)
     return known(mesh)
 
 

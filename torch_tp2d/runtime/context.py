@@ -21,13 +21,13 @@ from .._torch_compat import (
 from ..mesh.layouts import describe_mesh
 
 if TYPE_CHECKING:
-    from .ahead import Pass
-    from .late import Backward
+    from .prefetch import Pass
+    from .reductions import Backward
 
 __all__ = [
     "Context",
     "Sizes",
-    "Watched",
+    "VersionGuard",
     "context_of",
     "in_backward",
     "selective_region",
@@ -68,9 +68,9 @@ class Context:
         """
         self.running: Pass | None = None
         """The forward of a model that runs, if :func:`torch_tp2d.parallelize_module` knows it."""
-        self.gathered = Kept()
+        self.gathered = TensorMemo()
         """Inputs that were gathered, for others that are given the same tensor."""
-        self.twins = Kept()
+        self.twins = TensorMemo()
         """What styles take in the place of an input that was gathered for a module around them."""
         self.compared: WeakSet[nn.Module] = WeakSet()
         """Modules whose inputs from outside were compared over the rows."""
@@ -91,7 +91,7 @@ class Context:
         self.twins.clear()
 
 
-class Kept:
+class TensorMemo:
     """Something for each of some tensors, for as long as the tensor lives and is not changed."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ def versions(x: Any) -> tuple[int | None, ...]:
     return None if x.is_inference() else version(x), of_shard
 
 
-class Watched:
+class VersionGuard:
     """A parameter that backward needs as it was in forward."""
 
     def __init__(self, param: Tensor) -> None:

@@ -32,7 +32,7 @@ __all__ = [
     "Assembly",
     "Deferred",
     "Gathering",
-    "Later",
+    "LazyResult",
     "Piece",
     "Products",
     "Transfer",
@@ -302,7 +302,7 @@ class Products(Deferred):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Later(Deferred):
+class LazyResult(Deferred):
     """A tensor that ``make`` makes when somebody needs it.
 
     Args:

@@ -25,7 +25,7 @@ from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
 from ..runtime.context import in_backward
 from ..runtime.deferred import Gathering, Transfer
-from ..runtime.late import of_pass
+from ..runtime.reductions import of_pass
 from .module_kinds import describe_module
 
 __all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]

@@ -248,7 +248,7 @@ class _Hook:
     def __init__(self, grid: Grid, row_dim: int) -> None:
         self.grid = grid
         self.row_dim = row_dim
-        self.styles_inside = False
+        self.styles_inside = True
         """Whether what is prepared may be taken by a style, piece by piece as it comes."""
 
     def _prepare(self, value: Any, given: _Input | None, use_local: bool) -> Any:
@@ -331,7 +331,6 @@ class _InputHook(_Hook):
 
     def settle(self, module: nn.Module, giving: Collection[int] = ()) -> None:
         """Decide what the module is handed, by the styles inside it."""
-        self.styles_inside = any("_tp2d" in inner.__dict__ for inner in module.modules())
         self.use_local = _local_input(self.asked, module, giving)
         if not self.use_local:
             self.inputs.check(module, self.grid)
@@ -351,6 +350,7 @@ class _InputHook(_Hook):
         if self.is_first and not torch.compiler.is_compiling():
             # By now what is inside has its style, in whatever order the styles were applied.
             self.is_first = False
+            self.styles_inside = any("_tp2d" in inner.__dict__ for inner in module.modules())
             self.settle(module)
             self._compare(module, [value for given, value in handed if given and given.is_same])
         args = tuple(

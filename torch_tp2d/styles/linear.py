@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..comm import deal_grad
+from ..comm import reshard_fused_grad
 from ..mesh import layouts
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
 from ..ops import matmul
 from ..ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d
 from ..ops.matmul.call import low_precision
-from ..ops.matmul.pipelined import late
+from ..ops.matmul.pipelined import takes_deferred_grad
 from ..planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from ..planner.rates import Rates, known
-from ..runtime.ahead import Ready, take_up
-from ..runtime.context import Sizes, Watched
+from ..runtime.context import Sizes, VersionGuard
+from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import (
     FEATURES,
     GridStyle,
@@ -317,10 +317,10 @@ class _LinearRunner(Runner):
         weight, bias = local_shards(module.weight, module.bias)
         weight, bias = low_precision(weight, bias)
         if self.parts > 1:
-            return deal_grad(weight, self.out_dim, bias, self.parts, self.grid.col)
+            return reshard_fused_grad(weight, self.out_dim, bias, self.parts, self.grid.col)
         return weight, bias
 
-    def prepare(self, module: Any) -> Ready:
+    def prepare(self, module: Any) -> Prepared:
         """Take up the parameters; the weight is to be gathered."""
         weight, bias = self._shards(module)
         shard, op = self.op.as_b(weight.detach()), self.op
@@ -333,14 +333,15 @@ class _LinearRunner(Runner):
         sources = [values_of(param) for param in params]
         if copied:
             # The shards themselves take deferred gradients; what was made of them does not.
-            weight, bias = late(weight), None if bias is None else late(bias)
-        return Ready(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut), sources)
+            weight = takes_deferred_grad(weight)
+            bias = None if bias is None else takes_deferred_grad(bias)
+        return Prepared(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut), sources)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2, FEATURES)
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
-            ready = take_up(module, self.prepare, self.grid.context)
+            ready = prepare_parameters(module, self.prepare, self.grid.context)
         sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
         operand = enter(
             x,
@@ -358,7 +359,7 @@ class _LinearRunner(Runner):
         if shards is not None:
             have = have[0], Shard(shards.dim)
         moving = None if ready is None else ready.moving
-        param = None if torch.compiler.is_compiling() else Watched(module.weight)
+        param = None if torch.compiler.is_compiling() else VersionGuard(module.weight)
         call = Call(op, moving, shards, module, param, self.grid.context)
         if ready is None:
             y = linear2d(operand, *self._shards(module), call)
@@ -465,7 +466,7 @@ class _StationaryRunner(Runner):
         )
         if self.parts > 1:
             # The weight is not to move, so the few tokens' features do.
-            y, _ = deal_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
+            y, _ = reshard_fused_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
         return y
 
 
@@ -493,7 +494,7 @@ class _ChoosingRunner(Runner):
     def resolved(self) -> Resolved:
         return self.own.resolved()._replace(dataflow="auto")
 
-    def prepare(self, module: Any) -> Ready | None:
+    def prepare(self, module: Any) -> Prepared | None:
         return self.own.prepare(module)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:

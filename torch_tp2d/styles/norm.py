@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..mesh.grid import Grid
 from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
 from ..ops.norm import norm2d
-from ..runtime.ahead import Ready, take_up
+from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims, local_shards
 from .boundary import enter, leave
 from .module_kinds import norm_of
@@ -121,9 +121,11 @@ class _NormRunner(Runner):
     def resolved(self) -> Resolved:
         return Resolved(self.declared, self.wanted_out)
 
-    def prepare(self, module: nn.Module) -> Ready:
+    def prepare(self, module: nn.Module) -> Prepared:
         """Take up the parameters."""
-        return Ready(*local_shards(*(getattr(module, name, None) for name in ("weight", "bias"))))
+        return Prepared(
+            *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
+        )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2, FEATURES)
@@ -139,7 +141,7 @@ class _NormRunner(Runner):
             module=module,
             certain=self.certain,
         )
-        ready = take_up(module, self.prepare, self.grid.context)
+        ready = prepare_parameters(module, self.prepare, self.grid.context)
         weight, bias = ready.weight, ready.bias
         if weight is not None and self.norm.weight_offset:
             weight = weight + self.norm.weight_offset

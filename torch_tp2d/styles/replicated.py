@@ -17,9 +17,9 @@ from .._torch_compat import hooks_again, parameters_of
 from ..comm import Axis
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
-from ..runtime.ahead import Ready, take_up
 from ..runtime.context import Context
-from ..runtime.late import summed
+from ..runtime.prefetch import Prepared, prepare_parameters
+from ..runtime.reductions import summed
 from .base import (
     AS_INPUT,
     AT_FIRST_FORWARD,
@@ -296,13 +296,15 @@ class WholeRunner(Runner):
             for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
             if isinstance(placement, Shard) and axis.size > 1
         ]
-        ready = take_up(module, self.prepare, self.grid.context)
+        ready = prepare_parameters(module, self.prepare, self.grid.context)
         params = SumGrads.apply(axes, self.grid.context, ready.weight, ready.bias)
         return self.locally(module, x, *params)
 
-    def prepare(self, module: nn.Module) -> Ready:
+    def prepare(self, module: nn.Module) -> Prepared:
         """Take up the parameters."""
-        return Ready(*local_shards(*(getattr(module, name, None) for name in ("weight", "bias"))))
+        return Prepared(
+            *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
+        )
 
 
 def _first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -37,8 +37,8 @@ __all__ = [
     "attend_to_all",
     "merge",
     "scores_of",
-    "spread",
-    "unspread",
+    "repeat_heads",
+    "sum_repeated_heads",
 ]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALVES else dtype
 
 
-def spread(x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
+def repeat_heads(x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     """A key or value for each query head: ``x[:, heads]``."""
     if heads is None:
         return x
@@ -66,8 +66,8 @@ def spread(x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     return torch.cat(shared, 1) if shared else x.narrow(1, 0, 0)
 
 
-def unspread(grad: Tensor, heads: tuple[int, ...] | None, count: int) -> Tensor:
-    """The gradient of ``x`` of ``count`` heads from that of ``spread(x, heads)``."""
+def sum_repeated_heads(grad: Tensor, heads: tuple[int, ...] | None, count: int) -> Tensor:
+    """The gradient of ``x`` of ``count`` heads from that of ``repeat_heads(x, heads)``."""
     if heads is None:
         return grad
     total = grad.new_zeros(grad.shape[0], count, *grad.shape[2:])

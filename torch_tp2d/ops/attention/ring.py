@@ -12,7 +12,15 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ..._once import once_differentiable
 from ...comm import Axis, Pending, move, shift
-from .block import attend, attend_backward, attend_to_all, merge, spread, unspread, wide
+from .block import (
+    attend,
+    attend_backward,
+    attend_to_all,
+    merge,
+    repeat_heads,
+    sum_repeated_heads,
+    wide,
+)
 from .order import Order, Part
 
 __all__ = ["Spec", "gathered", "ring"]
@@ -126,7 +134,7 @@ class _Ring(torch.autograd.Function):
                 )
                 query_grad[:, :, rows] += share.query
                 both = torch.cat([share.key, share.value], -1)
-                part_grad[:, :, columns] += unspread(both, spec.heads, key.shape[1])
+                part_grad[:, :, columns] += sum_repeated_heads(both, spec.heads, key.shape[1])
                 if mask_grad is not None and share.mask is not None:
                     start = sum(sizes[:source]) + part.k
                     target = _rows(_columns(mask_grad, start, part.keys), part.q, part.queries)
@@ -151,7 +159,7 @@ def _parts(
     """What rank ``source``'s block, ``held``, is attended to by: ``(part, (q, k, v, mask))``."""
     start = sum(spec.key_sizes[:source])
     for part in spec.order.parts(spec.axis.index, source, spec.causal, spec.keys):
-        block = spread(held.narrow(_SEQUENCE, part.k, part.keys), spec.heads)
+        block = repeat_heads(held.narrow(_SEQUENCE, part.k, part.keys), spec.heads)
         key, value = block.split([features, block.shape[-1] - features], -1)
         masked = _rows(_columns(mask, start + part.k, part.keys), part.q, part.queries)
         yield part, (query.narrow(_SEQUENCE, part.q, part.queries), key, value, masked)
@@ -182,5 +190,5 @@ def gathered(
     if spec.causal:
         at = spec.order.positions(spec.axis.index, query.device)
         mask = at[:, None] >= spec.order.positions(None, query.device)
-    key, value = (spread(x, spec.heads) for x in (key, value))
+    key, value = (repeat_heads(x, spec.heads) for x in (key, value))
     return attend_to_all(query, key, value, mask, False, spec.scale, drop)

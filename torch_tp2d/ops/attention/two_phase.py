@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._once import once_differentiable
 from ...comm import Axis, all_reduce
-from .block import scores_of, spread, unspread
+from .block import repeat_heads, scores_of, sum_repeated_heads
 
 __all__ = ["two_phase"]
 
@@ -50,7 +50,7 @@ class _TwoPhase(torch.autograd.Function):
         heads: tuple[int, ...] | None,
         axis: Axis,
     ) -> Tensor:
-        scores = scores_of(query, spread(key, heads), mask, hidden, scale)
+        scores = scores_of(query, repeat_heads(key, heads), mask, hidden, scale)
         if scores.shape[-1]:
             largest = scores.amax(-1, keepdim=True)
         else:
@@ -62,7 +62,7 @@ class _TwoPhase(torch.autograd.Function):
         weights = weights / total.masked_fill(total == 0, 1.0)
         ctx.save_for_backward(query, key, value, mask, weights)
         ctx.scale, ctx.heads, ctx.axis = scale, heads, axis
-        out = weights @ spread(value, heads).to(weights.dtype)
+        out = weights @ repeat_heads(value, heads).to(weights.dtype)
         return out.to(query.dtype)
 
     @staticmethod
@@ -71,12 +71,12 @@ class _TwoPhase(torch.autograd.Function):
         query, key, value, mask, weights = ctx.saved_tensors
         heads, dtype = ctx.heads, weights.dtype
         grad = grads[0].to(dtype)
-        value_grad = unspread(weights.mT @ grad, heads, key.shape[1])
-        share = grad @ spread(value, heads).to(dtype).mT
+        value_grad = sum_repeated_heads(weights.mT @ grad, heads, key.shape[1])
+        share = grad @ repeat_heads(value, heads).to(dtype).mT
         total = all_reduce((weights * share).sum(-1, keepdim=True), ctx.axis).wait()
         share = weights * (share - total)
-        query_grad = share @ spread(key, heads).to(dtype) * ctx.scale
-        key_grad = unspread(share.mT @ query.to(dtype), heads, key.shape[1]) * ctx.scale
+        query_grad = share @ repeat_heads(key, heads).to(dtype) * ctx.scale
+        key_grad = sum_repeated_heads(share.mT @ query.to(dtype), heads, key.shape[1]) * ctx.scale
         return (
             query_grad.to(query.dtype),
             key_grad.to(key.dtype),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..._once import once_differentiable
 from ...comm import Axis, Pending
-from ...runtime.context import Context, Watched
+from ...runtime.context import Context, VersionGuard
 from .cut import Algorithm, Cut
 
 __all__ = [
@@ -102,7 +102,7 @@ class Call:
     moving: Pending | None = None
     shards: Shards | None = None
     module: Any = None
-    param: Watched | None = None
+    param: VersionGuard | None = None
     context: Context | None = None
 
     @property

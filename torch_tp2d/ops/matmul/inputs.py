@@ -17,7 +17,7 @@ from ..._once import once_differentiable
 from ...comm import reduce_scatter
 from ...runtime.context import Context
 from ...runtime.deferred import Gathering, Products, Transfer, undeferred
-from ...runtime.late import backward_of
+from ...runtime.reductions import backward_of
 from .call import Call, Shards, apply
 from .rounds import abt_leaving
 
@@ -48,8 +48,8 @@ class _Gather(torch.autograd.Function):
             leaving = reduce_scatter(undeferred(grad), *ctx.shards)
         if not torch.compiler.is_compiling():
             backward = backward_of(ctx.context)
-            backward.send_owed()
-            backward.compute_owed()
+            backward.start_reductions()
+            backward.compute_reductions()
             if ctx.again is not None:
                 ctx.again.done()
         return leaving.wait().contiguous(), None, None, None

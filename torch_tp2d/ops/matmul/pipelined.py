@@ -3,8 +3,8 @@
 What is gathered along ``tp_col`` is multiplied piece by piece as it comes, and what is reduced
 there leaves piece by piece as it is computed, on any grid, forward and backward; backward is the
 other kind of forward. A weight is gathered before it is needed
-(:mod:`torch_tp2d.runtime.ahead`), and its gradient is multiplied while the input's gradient is on
-its way, and reduced when nothing else is (:mod:`torch_tp2d.runtime.late`).
+(:mod:`torch_tp2d.runtime.prefetch`), and its gradient is multiplied while the input's gradient is
+on its way, and reduced when nothing else is (:mod:`torch_tp2d.runtime.reductions`).
 
 For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`. The weight moves as ``collective``
 moves it; what is this module's own is when things are computed.
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..._once import once_differentiable
 from ...comm import Pending, all_reduce
-from ...runtime.ahead import Regather
-from ...runtime.deferred import Again, Gathering, Later, Products, Transfer, undeferred
-from ...runtime.late import Owed, backward_of
+from ...runtime.deferred import Again, Gathering, LazyResult, Products, Transfer, undeferred
+from ...runtime.prefetch import WeightRegather
+from ...runtime.reductions import PendingReduction, backward_of
 from . import traced
 from .call import Call, Forward, Gradients, Needs
 from .collective import SQUARE, WHOLE, ab, abt, atb, atb_sum, prefetch
@@ -36,12 +36,12 @@ __all__ = [
     "atb",
     "backward",
     "forward",
-    "late",
+    "takes_deferred_grad",
     "prefetch",
 ]
 
 
-class _Late(torch.autograd.Function):
+class _DeferredGrad(torch.autograd.Function):
     """What was made of a parameter's shard, and whose gradient may come deferred.
 
     Its own node, so that backward reaches it after the more urgent transfers have started: made
@@ -58,9 +58,9 @@ class _Late(torch.autograd.Function):
         return undeferred(grads[0])
 
 
-def late(shard: Tensor) -> Tensor:
+def takes_deferred_grad(shard: Tensor) -> Tensor:
     """What was made of a parameter's shard, that may take a deferred gradient too."""
-    return _Late.apply(shard) if torch.is_grad_enabled() and shard.requires_grad else shard
+    return _DeferredGrad.apply(shard) if torch.is_grad_enabled() and shard.requires_grad else shard
 
 
 class _State(NamedTuple):
@@ -72,7 +72,7 @@ class _State(NamedTuple):
     """The input was a :class:`Gathering`, and takes its gradient unmultiplied."""
     again: Again | None
     """Gathers the input again, of which only the shard was kept."""
-    regather: Regather | None
+    regather: WeightRegather | None
     """Gathers the weight again."""
 
 
@@ -96,7 +96,7 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
             x.transfer.shard = None
     if not op.keep_weight and needs.x:
         cut = op.cut
-        regather = Regather(
+        regather = WeightRegather(
             call.module, weight, lambda w: prefetch(op.as_b(w), cut), call.known_context
         )
     state = _State(weight.shape, bias is not None, isinstance(x, Gathering), again, regather)
@@ -128,8 +128,10 @@ def backward(
         grad = arriving.value()
     if state.has_bias and needs.bias:
         mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
-        biases = Owed(mine.flatten(0, -2).sum(0), lambda part: all_reduce(part, cut.row), running)
-        db = Later(mine.shape[-1:], mine, biases.value)
+        biases = PendingReduction(
+            mine.flatten(0, -2).sum(0), lambda part: all_reduce(part, cut.row), running
+        )
+        db = LazyResult(mine.shape[-1:], mine, biases.value)
     if needs.weight:
         a, c = (x, grad) if op.gathers_input else (grad, x)
 
@@ -137,12 +139,12 @@ def backward(
             return undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
 
         part = product if partial is None else partial
-        weights = Owed(part, lambda part: atb_sum(part, cut), running)
-        dw = Later(state.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
+        weights = PendingReduction(part, lambda part: atb_sum(part, cut), running)
+        dw = LazyResult(state.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
     if needs.x and op.gathers_input:
         b = moving.wait()
         dx = Products(((grad, b),)) if state.arriving else grad @ b.t()
     if not isinstance(dx, Products):
         # What comes next is the user's, attention say, and sends nothing.
-        running.send_owed()
+        running.start_reductions()
     return dx, dw, db

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...comm import move
 from ...mesh.grid import describe_mesh
 from ...ops.attention import Heads, Order, Spec, gathered, ring
-from ...ops.attention.block import attend_to_all, spread
+from ...ops.attention.block import attend_to_all, repeat_heads
 from ...ops.dropout import drop, dropped
 from ..dropout import next_key
 from ..module_kinds import describe_module
@@ -86,7 +86,7 @@ class Call:
             out = self._across(query, key, value, mask, is_causal, scale, heads, drop)
         else:
             query, key, value = heads.own_query(query), heads.own_key(key), heads.own_key(value)
-            key, value = (spread(x, heads.index()) for x in (key, value))
+            key, value = (repeat_heads(x, heads.index()) for x in (key, value))
             mask = None if mask is None else heads.own_query(mask)
             out = attend_to_all(query, key, value, mask, is_causal, scale, drop)
             out = _whole_heads(out, heads)

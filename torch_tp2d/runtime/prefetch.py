@@ -28,9 +28,17 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
 from ..comm import Pending
 from .context import Context, in_backward, selective_region, versions
-from .late import Backward, backward_of
+from .reductions import Backward, backward_of
 
-__all__ = ["AHEAD", "GATHERED_AHEAD", "Forward", "Pass", "Ready", "Regather", "take_up"]
+__all__ = [
+    "AHEAD",
+    "GATHERED_AHEAD",
+    "Forward",
+    "Pass",
+    "Prepared",
+    "WeightRegather",
+    "prepare_parameters",
+]
 
 AHEAD = 8
 """How many modules ahead: those of a transformer's layer."""
@@ -40,7 +48,7 @@ GATHERED_AHEAD = 4
 
 
 @dataclass
-class Ready:
+class Prepared:
     """A module's parameters as its op takes them.
 
     Args:
@@ -123,14 +131,14 @@ class Pass:
         self.ran: list[nn.Module] = []
         self.selective: list[bool] = []
         """Of those that ran, whether in a region of selective checkpointing."""
-        self.last_regather: Regather | None = None
+        self.last_regather: WeightRegather | None = None
         self._as_foreseen = bool(foreseen)
-        self._ahead: deque[tuple[_Seen, Ready]] = deque()
+        self._ahead: deque[tuple[_Seen, Prepared]] = deque()
 
     def __repr__(self) -> str:
         return f"Pass({len(self.ran)} modules of {len(self.foreseen)}, {len(self._ahead)} ahead)"
 
-    def take(self, module: nn.Module, prepare: Callable[[Any], Ready]) -> Ready:
+    def take(self, module: nn.Module, prepare: Callable[[Any], Prepared]) -> Prepared:
         """Parameters of the module that is about to run, and those of the next ones."""
         at, selective = len(self.ran), selective_region() is not None
         self.ran.append(module)
@@ -207,7 +215,9 @@ def _is_whole(module: Any, mesh: DeviceMesh) -> bool:
     return not isinstance(weight, DTensor) or weight.device_mesh == mesh
 
 
-def take_up(module: nn.Module, prepare: Callable[[Any], Ready], context: Context) -> Ready:
+def prepare_parameters(
+    module: nn.Module, prepare: Callable[[Any], Prepared], context: Context
+) -> Prepared:
     """What ``prepare`` makes of a module that is about to run, ahead of time if it was foreseen.
 
     Args:
@@ -344,7 +354,7 @@ def _is_users(hook: Any) -> bool:
     return not owner.startswith(("torch_tp2d.", "torch.distributed."))
 
 
-class Regather:
+class WeightRegather:
     """A weight's gather for backward, if the forward's was not kept.
 
     Those of one forward are a chain, from each to that of the module before it.

@@ -11,17 +11,17 @@ from torch import Tensor
 from .._torch_compat import at_end_of_backward, current_graph_task_id
 from ..comm import Axis, Pending, all_reduce
 from .context import Context, in_backward
-from .deferred import Later, undeferred
+from .deferred import LazyResult, undeferred
 
-__all__ = ["Backward", "Owed", "backward_of", "of_pass", "summed"]
+__all__ = ["Backward", "PendingReduction", "backward_of", "of_pass", "summed"]
 
 
-class Owed:
+class PendingReduction:
     """A sum over ranks that is not urgent, as of a parameter's gradient.
 
-    Backward computes it while more urgent transfers travel (:meth:`Backward.compute_owed`), and
-    sends it when none does (:meth:`Backward.send_owed`): beside an urgent one it would take half of
-    the link. All ranks come to both in the same order.
+    Backward computes it while more urgent transfers travel (:meth:`Backward.compute_reductions`),
+    and sends it when none does (:meth:`Backward.start_reductions`): beside an urgent one it would
+    take half of the link. All ranks come to both in the same order.
 
     Args:
         part: this rank's, or what computes it.
@@ -38,7 +38,7 @@ class Owed:
         self._send = send
         self._pending: Pending | None = None
         self._backward = backward
-        backward.owed.append(self)
+        backward.pending.append(self)
 
     def compute(self) -> None:
         """Make this rank's part."""
@@ -54,7 +54,7 @@ class Owed:
     def value(self) -> Tensor:
         """The sum. Asking for one sends the others too, that they travel meanwhile."""
         if self._pending is None:
-            self._backward.send_owed()
+            self._backward.start_reductions()
             self.send()
         assert self._pending is not None
         return self._pending.wait()
@@ -64,32 +64,32 @@ class Backward:
     """One run of autograd's engine, and the transfers that it has still to start or to await."""
 
     def __init__(self) -> None:
-        self.owed: list[Owed] = []
+        self.pending: list[PendingReduction] = []
         self.at_end: list[Callable[[], None]] = []
         """Called when it is over: what was started and nobody took is awaited then."""
         self.of_pass = False
-        """Whether it is of a forward that began and ended a :class:`~.ahead.Pass`."""
+        """Whether it is of a forward that began and ended a :class:`~.prefetch.Pass`."""
 
     def __repr__(self) -> str:
-        return f"Backward({len(self.owed)} sums owed, {len(self.at_end)} calls at its end)"
+        return f"Backward({len(self.pending)} sums pending, {len(self.at_end)} calls at its end)"
 
-    def compute_owed(self) -> None:
-        """Compute all that is owed: best between starting a transfer and waiting for it."""
-        for owed in self.owed:
-            owed.compute()
+    def compute_reductions(self) -> None:
+        """Compute what is pending: best between starting a transfer and waiting for it."""
+        for reduction in self.pending:
+            reduction.compute()
 
-    def send_owed(self) -> None:
-        """Send what is owed and computed: best when no other transfer is under way."""
-        waiting, self.owed = self.owed, []
-        for owed in waiting:
-            if callable(owed.part):
-                self.owed.append(owed)
+    def start_reductions(self) -> None:
+        """Send what is computed: best when no other transfer is under way."""
+        waiting, self.pending = self.pending, []
+        for reduction in waiting:
+            if callable(reduction.part):
+                self.pending.append(reduction)
             else:
-                owed.send()
+                reduction.send()
 
     def close(self) -> None:
         """It is over."""
-        self.owed.clear()
+        self.pending.clear()
         for call in self.at_end:
             call()
         self.at_end.clear()
@@ -113,7 +113,7 @@ def backward_of(context: Context) -> Backward:
 
 
 def of_pass(context: Context) -> bool:
-    """Whether a :class:`~.ahead.Pass` runs, or checkpointing runs a part of one again.
+    """Whether a :class:`~.prefetch.Pass` runs, or checkpointing runs a part of one again.
 
     What is shared within a pass has to be shared again, or the two would not do the same.
     """
@@ -145,7 +145,7 @@ def summed(
             # A clone: a gradient that is a view of the total cannot be copied by deepcopy.
             return undeferred(total).narrow(0, start, shape.numel()).view(shape).clone()
 
-        return Later(shape, total, make) if isinstance(total, Later) else make()
+        return LazyResult(shape, total, make) if isinstance(total, LazyResult) else make()
 
     return [None if part is None else one(part.shape, next(starts)) for part in parts]
 
@@ -161,5 +161,6 @@ def _over(part: Tensor, axes: Sequence[Axis], dtype: torch.dtype, context: Conte
     if not axes or torch.compiler.is_compiling():
         return after(part, axes)
     first, *others = axes
-    owed = Owed(part, lambda part: all_reduce(part, first), backward_of(context))
-    return Later(part.shape, part.new_empty(0, dtype=dtype), lambda: after(owed.value(), others))
+    pending = PendingReduction(part, lambda part: all_reduce(part, first), backward_of(context))
+    like = part.new_empty(0, dtype=dtype)
+    return LazyResult(part.shape, like, lambda: after(pending.value(), others))
