@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,103 +29,64 @@ from ..runtime.deferred import Gathering, Transfer
 from ..runtime.reductions import of_pass
 from .module_kinds import describe_module
 
-__all__ = ["enter", "gather_for_module", "leave", "to_dtensor"]
+__all__ = ["Entry", "Exit", "gather_for_module", "to_dtensor"]
 
 
-@overload
-def enter(
-    x: Tensor,
-    declared: Layout,
-    wanted: Layout,
-    grid: Grid,
-    row_dim: int,
-    features: int | None,
-    *,
-    whole_grad: bool = False,
-    arriving: Literal[False] = False,
-    module: nn.Module,
-    certain: bool = False,
-) -> Tensor: ...
-
-
-@overload
-def enter(
-    x: Tensor,
-    declared: Layout,
-    wanted: Layout,
-    grid: Grid,
-    row_dim: int,
-    features: int | None,
-    *,
-    arriving: bool,
-    module: nn.Module,
-    certain: bool = False,
-) -> Tensor | Shared: ...
-
-
-def enter(
-    x: Tensor,
-    declared: Layout,
-    wanted: Layout,
-    grid: Grid,
-    row_dim: int,
-    features: int | None,
-    *,
-    whole_grad: bool = False,
-    arriving: bool = False,
-    module: nn.Module,
-    certain: bool = False,
-) -> Tensor | Shared:
-    """An input as the local shard that an op takes.
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """Where a module's input enters its style: as it lies, and as the op takes it.
 
     Args:
-        x: a DTensor on the mesh or on its ``tp_col`` sub-mesh, or a local tensor laid out as
-            ``declared``.
-        wanted: the op's layout. Where it replicates along an axis, the op's gradient for it is
-            a partial sum there.
+        declared: the layout of a local tensor; a DTensor knows its own.
+        wanted: the op's layout. Where it replicates along an axis, the op's gradient for its input
+            is a partial sum there.
+        row_dim: the token dim that ``tp_row`` splits in a DTensor on the ``tp_col`` sub-mesh.
         features: global size of the last dim.
         whole_grad: the op's gradient is whole where ``wanted`` replicates.
-        arriving: whether the op takes a :class:`~torch_tp2d.deferred.Gathering` or, in a traced
-            graph, a :class:`~torch_tp2d.ops.matmul.inputs.Shared`.
-        module: whose input it is, for messages.
         certain: the user has said in full how a local input lies.
-
-    Raises:
-        ValueError: for a local tensor that a style has handed out in another layout, and for one
-            that comes from outside and is the same on every row.
     """
-    result = _entered(
-        x,
-        declared,
-        wanted,
-        grid,
-        row_dim,
-        features,
-        whole_grad=whole_grad,
-        arriving=arriving,
-        module=module,
-    )
-    if not certain and not isinstance(x, DTensor):
-        # Last, as it needs the other ranks: what this rank finds by itself comes first.
-        refuse_one_input_for_all_rows(x, declared, module, grid)
-    return result
+
+    grid: Grid
+    declared: Layout
+    wanted: Layout
+    row_dim: int = 0
+    features: int | None = None
+    whole_grad: bool = False
+    certain: bool = False
+
+    def shard(self, x: Tensor, module: nn.Module) -> Tensor:
+        """An input as the local shard that the op takes.
+
+        Args:
+            x: a DTensor on the mesh or on its ``tp_col`` sub-mesh, or a local tensor.
+            module: whose input it is, for messages.
+
+        Raises:
+            ValueError: for a local tensor that a style has handed out in another layout, and for
+                one that comes from outside and is the same on every row.
+        """
+        shard: Tensor = self.arriving(x, module, pipelined=False)
+        return shard
+
+    def arriving(self, x: Tensor, module: nn.Module, *, pipelined: bool) -> Any:
+        """:meth:`shard`, or what brings it: for an op that takes its input piece by piece.
+
+        A :class:`~torch_tp2d.runtime.deferred.Gathering` or, in a traced graph, a
+        :class:`~torch_tp2d.ops.matmul.inputs.Shared`.
+        """
+        result = _entered(x, self, module, pipelined)
+        if not self.certain and not isinstance(x, DTensor):
+            # Last, as it needs the other ranks: what this rank finds by itself comes first.
+            refuse_one_input_for_all_rows(x, self.declared, module, self.grid)
+        return result
 
 
-def _entered(
-    x: Tensor,
-    declared: Layout,
-    wanted: Layout,
-    grid: Grid,
-    row_dim: int,
-    features: int | None,
-    *,
-    whole_grad: bool,
-    arriving: bool,
-    module: nn.Module,
-) -> Tensor | Shared:
+def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Tensor | Shared:
+    grid, declared, wanted = entry.grid, entry.declared, entry.wanted
+    features, whole_grad = entry.features, entry.whole_grad
     given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
-        declared = normalize(grid.layout(x, row_dim), x.ndim)
+        declared = normalize(grid.layout(x, entry.row_dim), x.ndim)
         if x.device_mesh == grid.mesh:
             shape = tuple(x.shape)
         if x.device_mesh == grid.mesh and x.is_floating_point():
@@ -147,14 +109,14 @@ def _entered(
     if declared == wanted:
         twin = _twin_of(given, declared, grid)
         if twin is not None:
-            return twin.value() if isinstance(twin, Shared) and not arriving else twin
+            return twin.value() if isinstance(twin, Shared) and not pipelined else twin
     summed = x.is_floating_point() and not whole_grad
     row_grad, col_grad = (
         summed and isinstance(want, Replicate) and not own
         for want, own in zip(wanted, own_account, strict=True)
     )
     by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
-    in_rounds = arriving and by_rows and declared[0] == wanted[0]
+    in_rounds = pipelined and by_rows and declared[0] == wanted[0]
     if torch.compiler.is_compiling() and in_rounds and col_grad and grid.col.size > 1:
         return Shared(x, _shards(x, declared, grid, features, shape), grid.context)
     shares = (
@@ -337,41 +299,49 @@ def _gather_features_for_module(
     return result
 
 
-def leave(
-    y: Tensor,
-    have: Layout,
-    wanted: Layout,
-    grid: Grid,
-    features: int,
-    *,
-    use_local_output: bool,
-    grad_layouts: Layout | None = None,
-    sizes: Sizes | None = None,
-) -> Tensor:
-    """An op's result as a module's output.
+@dataclass(frozen=True, eq=False)
+class Exit:
+    """Where an op's result leaves its style: as it lies, and as the module's output.
 
     Args:
-        y: the local result, laid out as ``have``.
+        have: the layout of the local result.
         wanted: the output's layout.
+        features: global size of the last dim.
         use_local_output: hand on the local shard, else a DTensor of the global shape.
         grad_layouts: where this is Partial and ``wanted`` Replicate, the gradient of a local
             output is a share, to be summed.
-        sizes: the global sizes of all dims but the last, where they are certain.
     """
-    shape = None if sizes is None else (*sizes, features)
-    have, wanted = normalize(have, y.ndim), normalize(wanted, y.ndim)
-    shares = [False, False]
-    if use_local_output and grad_layouts is not None:
-        for axis in (0, 1):
-            shares[axis] = isinstance(grad_layouts[axis], Partial) and isinstance(
-                wanted[axis], Replicate
-            )
-    y = grid.redistribute(
-        y, have, wanted, features=features, shape=shape, partial_grad=(shares[0], shares[1])
-    )
-    if use_local_output:
-        return grid.with_stand_in(y, wanted, sizes)
-    return to_dtensor(y, wanted, grid, shape, features)
+
+    grid: Grid
+    have: Layout
+    wanted: Layout
+    features: int
+    use_local_output: bool
+    grad_layouts: Layout | None = None
+
+    def output(self, y: Tensor, sizes: Sizes | None, have: Layout | None = None) -> Tensor:
+        """A local result as the module's output.
+
+        Args:
+            sizes: the global sizes of all dims but the last, where they are certain.
+            have: its layout, if it is another this time.
+        """
+        grid, features = self.grid, self.features
+        shape = None if sizes is None else (*sizes, features)
+        src = normalize(self.have if have is None else have, y.ndim)
+        wanted = normalize(self.wanted, y.ndim)
+        shares = [False, False]
+        if self.use_local_output and self.grad_layouts is not None:
+            for axis in (0, 1):
+                shares[axis] = isinstance(self.grad_layouts[axis], Partial) and isinstance(
+                    wanted[axis], Replicate
+                )
+        y = grid.redistribute(
+            y, src, wanted, features=features, shape=shape, partial_grad=(shares[0], shares[1])
+        )
+        if self.use_local_output:
+            return grid.with_stand_in(y, wanted, sizes)
+        return to_dtensor(y, wanted, grid, shape, features)
 
 
 def to_dtensor(

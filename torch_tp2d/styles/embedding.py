@@ -15,7 +15,7 @@ from ..mesh.layouts import STATIONARY, Layout, as_layout
 from ..ops.embedding import embedding2d
 from ..ops.patches import patches
 from .base import LayoutLike, Resolved, Runner, check_dims, local_shards
-from .boundary import enter, leave, to_dtensor
+from .boundary import Entry, Exit, to_dtensor
 
 if TYPE_CHECKING:
     from .linear import _MatmulStyle
@@ -78,7 +78,7 @@ class EmbeddingRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         whole: Layout = Replicate(), Replicate()
-        ids = enter(x, self.declared, whole, self.grid, self.row_dim, None, module=module)
+        ids = Entry(self.grid, self.declared, whole, self.row_dim).shard(x, module)
         wanted = self._output_layout(ids.ndim)
         if ids.ndim == 2 and isinstance(wanted[0], Shard):
             self.grid.context.tokens = tuple(ids.shape)
@@ -88,16 +88,9 @@ class EmbeddingRunner(Runner):
         if grads is None and isinstance(wanted[0], Replicate):
             # Every row adds these to tokens of its own, so each has a share of the gradient.
             grads = Partial(), wanted[1]
-        return leave(
-            y,
-            self.result,
-            wanted,
-            self.grid,
-            self.hidden,
-            use_local_output=self.use_local_output,
-            grad_layouts=grads,
-            sizes=tuple(ids.shape),
-        )
+        local = self.use_local_output
+        leaves = Exit(self.grid, self.result, wanted, self.hidden, local, grads)
+        return leaves.output(y, tuple(ids.shape))
 
 
 class PatchRunner(Runner):
@@ -124,7 +117,7 @@ class PatchRunner(Runner):
             batch = grid.extent(x, 0, self.declared)
         # What follows knows the batch by this; how many tokens an image has changes on the way.
         grid.context.tokens = (batch,)
-        x = enter(x, self.declared, own, grid, 0, None, module=module)
+        x = Entry(grid, self.declared, own).shard(x, module)
         summed: Layout = Replicate(), Shard(0)
         weight, bias = local_shards(module.weight, module.bias)
         weight = grid.redistribute(

@@ -33,7 +33,7 @@ from .base import (
     local_shards,
     values_of,
 )
-from .boundary import enter, leave
+from .boundary import Entry, Exit
 from .embedding import EmbeddingRunner, PatchRunner
 from .module_kinds import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
 from .norm import Norm2D
@@ -255,6 +255,16 @@ class _MatmulStyle(GridStyle):
             grad_layouts=self.grad_layouts,
         )
 
+    def entry(self, grid: Grid, takes: Layout, features: int) -> Entry:
+        """Where the input of an op that takes it in that layout enters."""
+        certain = layouts.is_pair(self.given_layouts[0])
+        return Entry(grid, self.input_layouts, takes, self.row_dim, features, certain=certain)
+
+    def exit(self, grid: Grid, gives: Layout, features: int) -> Exit:
+        """Where the result of an op that gives it in that layout leaves."""
+        local, grads = self.use_local_output, self.grad_layouts
+        return Exit(grid, gives, self.output_layouts, features, local, grads)
+
     def __repr__(self) -> str:
         options = {
             "reshard_after_forward": (self.reshard_after_forward, None),
@@ -292,9 +302,6 @@ class _LinearRunner(Runner):
         self.row_dim = style.row_dim
         self.in_features, self.out_features = in_features, out_features
         self.parts, self.out_dim = style.parts, int(transposed)
-        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
-        self.certain = layouts.is_pair(style.given_layouts[0])
-        self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
         self.op = LinearOp(
             algorithm=algorithm,
             cut=Cut(grid.row, grid.col, p, q, replicated=not style.shards_over_row),
@@ -306,11 +313,13 @@ class _LinearRunner(Runner):
         self.resharding = replace(self.op, keep_weight=False)
         row = Shard(style.row_dim)
         whole = algorithm.WHOLE
-        self.operand: Layout = row, Replicate() if gathers and whole else Shard(-1)
-        self.result: Layout = row, Partial() if whole and not gathers else Shard(-1)
+        takes: Layout = row, Replicate() if gathers and whole else Shard(-1)
+        gives: Layout = row, Partial() if whole and not gathers else Shard(-1)
+        self.entry = style.entry(grid, takes, in_features)
+        self.exit = style.exit(grid, gives, out_features)
 
     def resolved(self) -> Resolved:
-        return Resolved(self.declared, self.wanted_out, self.dataflow, self.algorithm)
+        return Resolved(self.entry.declared, self.exit.wanted, self.dataflow, self.algorithm)
 
     def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies its output features by."""
@@ -343,21 +352,11 @@ class _LinearRunner(Runner):
         if self.in_rounds and not torch.compiler.is_compiling():
             ready = prepare_parameters(module, self.prepare, self.grid.context)
         sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
-        operand = enter(
-            x,
-            self.declared,
-            self.operand,
-            self.grid,
-            self.row_dim,
-            self.in_features,
-            arriving=self.in_rounds,
-            module=module,
-            certain=self.certain,
-        )
-        have, op = self.result, self._op(tokens)
+        operand = self.entry.arriving(x, module, pipelined=self.in_rounds)
+        have, op = None, self._op(tokens)
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
         if shards is not None:
-            have = have[0], Shard(shards.dim)
+            have = self.exit.have[0], Shard(shards.dim)
         moving = None if ready is None else ready.moving
         param = None if torch.compiler.is_compiling() else VersionGuard(module.weight)
         call = Call(op, moving, shards, module, param, self.grid.context)
@@ -369,16 +368,7 @@ class _LinearRunner(Runner):
             running = self.grid.context.running
             if running is not None:
                 running.gather_ahead()
-        return leave(
-            y,
-            have,
-            self.wanted_out,
-            self.grid,
-            self.out_features,
-            use_local_output=self.use_local_output,
-            grad_layouts=self.grad_layouts,
-            sizes=sizes,
-        )
+        return self.exit.output(y, sizes, have)
 
     def _op(self, tokens: Sizes | None) -> LinearOp:
         return self.op if self.keeps(tokens, self.grid.col.index) else self.resharding
@@ -395,16 +385,16 @@ class _LinearRunner(Runner):
         longest = math.prod(tokens) // tokens[self.row_dim]
         longest *= self.grid.row.split(tokens[self.row_dim])[0]
         features = self.in_features
-        if not isinstance(self.operand[1], Replicate):
+        if not isinstance(self.entry.wanted[1], Replicate):
             features = cut.col.split(features)[column]
         return cut.p * cut.col.split(cut.q)[column] <= longest * features
 
     def _leaves_by(self, shape: torch.Size) -> Shards | None:
         """How a partial result goes to its output layout, if that is by shards of the tokens."""
-        row, col = layouts.normalize(self.wanted_out, len(shape))
-        if not self.result[1].is_partial() or self.grid.col.size == 1:
+        row, col = layouts.normalize(self.exit.wanted, len(shape))
+        if not self.exit.have[1].is_partial() or self.grid.col.size == 1:
             return None
-        if not isinstance(col, Shard) or col.dim == len(shape) - 1 or row != self.result[0]:
+        if not isinstance(col, Shard) or col.dim == len(shape) - 1 or row != self.exit.have[0]:
             return None
         return Shards(col.dim, self.grid.col.split(shape[col.dim]), self.grid.col)
 
@@ -419,13 +409,9 @@ class _StationaryRunner(Runner):
             reversed(module.weight.shape) if transposed else (module.weight.shape)
         )
         self.grid = grid
-        self.row_dim = style.row_dim
-        self.in_features, self.out_features = in_features, out_features
         self.parts = style.parts
-        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
-        self.certain = layouts.is_pair(style.given_layouts[0])
-        self.use_local_output, self.grad_layouts = style.use_local_output, style.grad_layouts
-        self.operand, self.result = style.rule.stationary_input, style.rule.stationary_output
+        self.entry = style.entry(grid, style.rule.stationary_input, in_features)
+        self.exit = style.exit(grid, style.rule.stationary_output, out_features)
         gathers = style.rule.gathers_input
         p, q = (in_features, out_features) if gathers else (out_features, in_features)
         self.op = LinearOp(
@@ -437,33 +423,15 @@ class _StationaryRunner(Runner):
         )
 
     def resolved(self) -> Resolved:
-        return Resolved(self.declared, self.wanted_out, STATIONARY, "collective")
+        return Resolved(self.entry.declared, self.exit.wanted, STATIONARY, "collective")
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2, FEATURES)
         sizes = self.grid.sizes_of(x)
-        x = enter(
-            x,
-            self.declared,
-            self.operand,
-            self.grid,
-            self.row_dim,
-            self.in_features,
-            module=module,
-            certain=self.certain,
-        )
+        x = self.entry.shard(x, module)
         weight, bias = local_shards(module.weight, module.bias)
         y = linear2d(x, weight, bias, Call(self.op))
-        y = leave(
-            y,
-            self.result,
-            self.wanted_out,
-            self.grid,
-            self.out_features,
-            use_local_output=self.use_local_output,
-            grad_layouts=self.grad_layouts,
-            sizes=sizes,
-        )
+        y = self.exit.output(y, sizes)
         if self.parts > 1:
             # The weight is not to move, so the few tokens' features do.
             y, _ = reshard_fused_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
@@ -479,7 +447,6 @@ class _ChoosingRunner(Runner):
         self.style = own.style
         self.grid, self.rates = own.grid, rates
         self.own, self.stationary = own, stationary
-        self.use_local_output = own.use_local_output
         self.case = LinearCase(
             rule=style.rule,
             takes=style.input_layouts,

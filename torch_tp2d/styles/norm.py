@@ -14,7 +14,7 @@ from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_
 from ..ops.norm import norm2d
 from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims, local_shards
-from .boundary import enter, leave
+from .boundary import Entry, Exit
 from .module_kinds import norm_of
 
 __all__ = ["Norm2D"]
@@ -108,18 +108,25 @@ class _NormRunner(Runner):
         self.style = "Norm2D"
         self.norm = norm_of(module)
         self.grid = grid
-        self.row_dim = style.row_dim
-        self.declared, self.wanted_out = style.input_layouts, style.output_layouts
-        self.blocks, self.certain = style.blocks, style.certain
+        blocks, hidden, local = style.blocks, self.norm.hidden, style.use_local_output
+        self.entry = Entry(
+            grid,
+            style.input_layouts,
+            blocks,
+            style.row_dim,
+            hidden,
+            whole_grad=True,
+            certain=style.certain,
+        )
+        self.exit = Exit(grid, blocks, style.output_layouts, hidden, local)
         self.hidden_axis, across = (
             (grid.row, grid.col) if style.transposed else (grid.col, grid.row)
         )
-        tokens = self.blocks[1] if style.transposed else self.blocks[0]
+        tokens = blocks[1] if style.transposed else blocks[0]
         self.token_axis = across if isinstance(tokens, Shard) else None
-        self.use_local_output = style.use_local_output
 
     def resolved(self) -> Resolved:
-        return Resolved(self.declared, self.wanted_out)
+        return Resolved(self.entry.declared, self.exit.wanted)
 
     def prepare(self, module: nn.Module) -> Prepared:
         """Take up the parameters."""
@@ -130,17 +137,7 @@ class _NormRunner(Runner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2, FEATURES)
         hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
-        x = enter(
-            x,
-            self.declared,
-            self.blocks,
-            self.grid,
-            self.row_dim,
-            hidden,
-            whole_grad=True,
-            module=module,
-            certain=self.certain,
-        )
+        x = self.entry.shard(x, module)
         ready = prepare_parameters(module, self.prepare, self.grid.context)
         weight, bias = ready.weight, ready.bias
         if weight is not None and self.norm.weight_offset:
@@ -156,12 +153,4 @@ class _NormRunner(Runner):
             token_axis=self.token_axis,
             context=self.grid.context,
         )
-        return leave(
-            y,
-            self.blocks,
-            self.wanted_out,
-            self.grid,
-            hidden,
-            use_local_output=self.use_local_output,
-            sizes=sizes,
-        )
+        return self.exit.output(y, sizes)
