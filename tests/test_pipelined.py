@@ -517,6 +517,11 @@ def _as_a_tensor() -> None:
     seen: list[Tensor] = []
 
     class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # As a style that may take the input while it arrives; this forward does not let it.
+            self.linear = nn.Linear(6, 6).double()
+
         def forward(self, x: Tensor) -> Tensor:
             seen.append(x)
             batch, sequence, hidden = x.shape
@@ -526,7 +531,7 @@ def _as_a_tensor() -> None:
             return halves.sum() + x[0, 0, 0] * len(x) + torch.cat([x, x]).mean() + x.max().item()
 
     prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    module = parallelize_module(Reads(), mesh, {"": prepare})
+    module = parallelize_module(Reads(), mesh, {"": prepare, "linear": Colwise2D()})
     whole = tokens(2, 4, 6).requires_grad_()
     mine = whole.detach().chunk(2, 1)[mesh.get_local_rank(1)].clone().requires_grad_()
     total = module(mine)
