@@ -216,8 +216,15 @@ def _checkpointed(inside: bool, backend: str, selective: bool) -> float:
     return train_beside(reference, model, 8, 3, 7)
 
 
-@pytest.mark.parametrize("inside,backend", [(True, "eager"), (False, BACKEND)])
-@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize(
+    "inside,backend,selective",
+    [
+        (True, "eager", True),
+        (False, BACKEND, False),
+        deep(True, "eager", False),
+        deep(False, BACKEND, True),
+    ],
+)
 def test_checkpointing_with_compile(inside: bool, backend: str, selective: bool) -> None:
     """Inside a compiled block, as torchtitan orders them, and around one.
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import world
+from marks import deep
 from models import grid_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -328,7 +329,7 @@ def test_every_rank_hears_of_a_fault_in_words(fault: str) -> None:
         assert seconds < TIMEOUT + 10.0, (rank, seconds)
 
 
-@pytest.mark.parametrize("fault", ["batch", "lingers", "killed", "stopped"])
+@pytest.mark.parametrize("fault", ["batch", deep("lingers"), "killed", deep("stopped")])
 def test_a_fault_ends_every_rank(fault: str) -> None:
     """Without debug mode it is gloo that says something, on each axis after its timeout."""
     said = _survivors(fault, False)

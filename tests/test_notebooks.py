@@ -28,6 +28,7 @@ def text_of(output: Any) -> str:
     return output.get("text", "") + output.get("data", {}).get("text/plain", "")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_runs_from_a_new_kernel(name: str) -> None:
     for package in ("nbclient", "ipykernel", "matplotlib", "tiktoken"):
