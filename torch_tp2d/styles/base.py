@@ -33,6 +33,7 @@ from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
 from ..runtime.deferred import undeferred
+from .boundary import Exit
 from .module_kinds import describe_module
 
 __all__ = [
@@ -219,6 +220,8 @@ class Runner:
     """What the module is called in the model that the plan was applied to, for messages."""
     by_default = False
     """Whether no plan entry asked for it, so that a later one may replace it."""
+    exit: Exit | None = None
+    """Where its output leaves, if that is always the same."""
 
     def __deepcopy__(self, memo: Any) -> Runner:
         return self

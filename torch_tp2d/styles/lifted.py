@@ -170,11 +170,9 @@ def _local_input(asked: bool | None, module: nn.Module, giving: Collection[int])
 
 def _gives_dtensors(module: nn.Module) -> bool:
     runner = module.__dict__.get("_tp2d")
-    return (
-        runner is not None
-        and runner.style == Colwise2D.rule.style
-        and not getattr(runner, "use_local_output", True)
-    )
+    if runner is None or runner.style != Colwise2D.rule.style or runner.exit is None:
+        return False
+    return not runner.exit.use_local_output
 
 
 class _Input(NamedTuple):

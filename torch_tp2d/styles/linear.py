@@ -282,6 +282,8 @@ class _MatmulStyle(GridStyle):
 
 
 class _LinearRunner(Runner):
+    exit: Exit
+
     def __init__(self, style: _MatmulStyle, module: Any, grid: Grid, rates: Rates | None) -> None:
         self.style = style.rule.style
         transposed = is_conv1d(module)
@@ -402,6 +404,8 @@ class _LinearRunner(Runner):
 class _StationaryRunner(Runner):
     """A Linear whose weight stays: the changes of layout on either side are all that moves."""
 
+    exit: Exit
+
     def __init__(self, style: _MatmulStyle, module: Any, grid: Grid) -> None:
         self.style = style.rule.style
         transposed = is_conv1d(module)
@@ -446,7 +450,7 @@ class _ChoosingRunner(Runner):
     ) -> None:
         self.style = own.style
         self.grid, self.rates = own.grid, rates
-        self.own, self.stationary = own, stationary
+        self.own, self.stationary, self.exit = own, stationary, own.exit
         self.case = LinearCase(
             rule=style.rule,
             takes=style.input_layouts,

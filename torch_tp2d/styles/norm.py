@@ -104,6 +104,8 @@ class Norm2D(GridStyle):
 
 
 class _NormRunner(Runner):
+    exit: Exit
+
     def __init__(self, style: Norm2D, module: nn.Module, grid: Grid) -> None:
         self.style = "Norm2D"
         self.norm = norm_of(module)

@@ -100,8 +100,8 @@ class AttentionRunner(Runner):
         """That the keys of other rows come from somewhere."""
         if self.row_dim == 0 or self.grid.row.size == 1 or self.algorithm != "local":
             return
-        runners = (child.__dict__.get("_tp2d") for child in module.modules())
-        outputs = [getattr(runner, "wanted_out", (None,))[0] for runner in runners]
+        exits = (getattr(child.__dict__.get("_tp2d"), "exit", None) for child in module.modules())
+        outputs = [leaves.wanted[0] for leaves in exits if leaves is not None]
         if Replicate() not in outputs:
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: with "
