@@ -249,7 +249,7 @@ def _across_rows(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2), (4, 1), deep(2, 3), deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2), deep(4, 1), deep(2, 3), deep(2, 4)])
 def test_a_sequence_split_over_rows(rows: int, columns: int) -> None:
     """The same decoder, its rows holding parts of one sequence: loss and every gradient."""
     for worst in world.run(rows * columns, _across_rows, rows, columns):
@@ -324,7 +324,7 @@ def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
 Case = tuple[int, int, int, int, str]
 """Heads, key heads, queries, keys, mask."""
 
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (2, 4)]
+GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), deep(1, 4), (4, 1), (2, 3), deep(2, 4)]
 ALGORITHMS = ["ring", "gather", "two_phase"]
 LAYOUTS = [
     (Shard(2), Shard(1)),

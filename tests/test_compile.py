@@ -55,6 +55,7 @@ def test_a_block_is_one_graph(sizes: tuple[int, int, int]) -> None:
     assert max(world.run(4, _compiled, BACKEND, plan_2d(), sizes)) < TOLERANCE
 
 
+@pytest.mark.deep
 def test_a_block_of_a_mixed_plan_is_one_graph() -> None:
     assert max(world.run(4, _compiled, BACKEND, plan_mixed(), (4, 8, 8))) < TOLERANCE
 

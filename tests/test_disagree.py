@@ -319,7 +319,9 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [deep(fault) if fault in ("lingers", "stopped") else fault for fault in FAULTS]
+)
 def test_every_rank_hears_of_a_fault_in_words(fault: str) -> None:
     """Within the timeout each names the rank, the layer and the collective, the farthest too."""
     said = _survivors(fault, True)

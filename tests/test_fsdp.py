@@ -94,7 +94,7 @@ def test_fsdp2_with_tp2d(plan: str) -> None:
     assert max(world.run(8, _train, plan, (2, 2, 2), DP)) < TOLERANCE
 
 
-@pytest.mark.parametrize("grid", [(1, 2), deep((2, 1))])
+@pytest.mark.parametrize("grid", [deep((1, 2)), deep((2, 1))])
 def test_hsdp_with_tp2d(grid: tuple[int, int]) -> None:
     assert max(world.run(8, _train, "plan_2d", (2, 2, *grid), HSDP)) < TOLERANCE
 
@@ -137,6 +137,7 @@ def _go_on(folder: str, shape: tuple[int, ...]) -> float:
     return worst
 
 
+@pytest.mark.deep
 def test_a_checkpoint_goes_on_on_another_grid(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     assert max(world.run(8, _checkpoint_on, folder)) < TOLERANCE

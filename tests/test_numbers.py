@@ -102,7 +102,7 @@ def _precision(dtype: torch.dtype, autocast: bool) -> dict[str, list[float]]:
     "dtype,autocast",
     [
         (torch.bfloat16, False),
-        (torch.float16, True),
+        deep(torch.float16, True),
         deep(torch.bfloat16, True),
         deep(torch.float16, False),
     ],

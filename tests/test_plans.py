@@ -140,8 +140,8 @@ FEW = [llama_odd, qwen2, gpt2]
     [
         (2, 2, 0, BUILDERS),
         (2, 2, 1, FEW),
-        (1, 4, 0, FEW),
-        (4, 1, 1, FEW),
+        deep(1, 4, 0, FEW),
+        deep(4, 1, 1, FEW),
         *(deep(*grid, row_dim, BUILDERS) for grid in GRIDS for row_dim in (0, 1)),
     ],
     ids=lambda value: f"{len(value)}models" if isinstance(value, list) else None,

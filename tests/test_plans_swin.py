@@ -281,7 +281,7 @@ def _segment(rows: int, columns: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), deep(4, 1), deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1), deep(2, 4)])
 def test_swin_unet(rows: int, columns: int) -> None:
     assert max(world.run(rows * columns, _segment, rows, columns)) < TOLERANCE
 
@@ -302,5 +302,6 @@ def _offloaded() -> float:
     return seen.worst
 
 
+@pytest.mark.deep
 def test_swin_unet_with_cpu_offload() -> None:
     assert max(world.run(4, _offloaded)) < TOLERANCE

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import deep
 from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -158,7 +159,7 @@ def _renamed_plan(rows: int, columns: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1)])
 def test_whole_parameters_that_see_heads_or_features(rows: int, columns: int) -> None:
     """Their gradients had no sum along tp_col: 31 to 199 % off, while the loss was exact."""
     for worst in run(rows * columns, _renamed_plan, rows, columns):
@@ -220,7 +221,7 @@ def _inside_attention(rows: int, columns: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
 def test_heads_inside_attention(rows: int, columns: int) -> None:
     """Even the honest Replicate was 97 % off for keys that are whole, as they do not divide."""
     for worst in run(rows * columns, _inside_attention, rows, columns):

@@ -34,7 +34,7 @@ from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
 from torch_tp2d.runtime.deferred import Transfer
 
 TOLERANCE = 1e-10
-GRIDS = [(2, 2), (4, 1), (1, 2), deep(3, 2)]
+GRIDS = [(2, 2), deep(4, 1), (1, 2), deep(3, 2)]
 
 
 def _off_gloo(body: Callable[..., Any], *args: Any) -> Any:
@@ -162,6 +162,7 @@ def test_losses(rows: int, columns: int) -> None:
         assert found and not bad, bad
 
 
+@pytest.mark.deep
 def test_a_compiled_block() -> None:
     for differs, graphs in off_gloo(4, test_compile._recorded, 2, 2, (3, 7, 10, 14), 256):
         assert differs < TOLERANCE and graphs

@@ -210,6 +210,7 @@ class TestManyNodes:
         os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
         reason="hosts of network namespaces need root and iproute2",
     )
+    @pytest.mark.deep
     def test_two_hosts_train_as_one_does(self, on_one_host: str) -> None:
         script = TUTORIALS / "tp2d_example.py"
         run = (sys.executable, TUTORIALS / "two_hosts.py", "--timeout", 200)
