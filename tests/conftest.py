@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --deep"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ranks_of_a_module() -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def _ranks() -> Iterator[None]:
     yield
     # Later, as it can be imported only from the paths above.
     import world
