@@ -28,8 +28,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --deep"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _ranks() -> Iterator[None]:
+    # Not of all modules: process groups, each with threads that poll, gather in the ranks.
     yield
     # Later, as it can be imported only from the paths above.
     import world

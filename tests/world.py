@@ -1,9 +1,9 @@
 """Real gloo processes for the tests: ``run(4, body, arg)`` runs ``body(arg)`` on four ranks.
 
 A body is a function of a test module; it finds a process group over its ranks, and its results
-come back in rank order. The ranks of a size are started once and run one body after the other,
-since the first collective, the first DTensor and the first compiled graph of a process take longer
-than most tests; after some hundred process groups they are made anew. What a body leaves behind
+come back in rank order. The ranks of a size are started once and run the bodies of a test module
+one after the other, since the first collective, the first DTensor and the first compiled graph of
+a process take longer than most tests. What a body leaves behind
 (seed, default dtype, compiled graphs, assumed rates, sizes of pieces) is put back; a body that
 fails, or ends the process group, costs its ranks. One that needs ranks of its own, or harms them,
 asks for them by ``fresh=True``.
@@ -25,7 +25,7 @@ from typing import Any
 
 TIMEOUT = 120.0
 """Seconds after which a body is taken to hang."""
-GROUPS = 120
+GROUPS = 60
 """Process groups that ranks may have gathered; each has threads and sockets."""
 
 _server = mp.get_context("forkserver")
