@@ -3,10 +3,9 @@
 A body is a function of a test module; it finds a process group over its ranks, and its results
 come back in rank order. The ranks of a size are started once and run the bodies of a test module
 one after the other, since the first collective, the first DTensor and the first compiled graph of
-a process take longer than most tests. What a body leaves behind
-(seed, default dtype, compiled graphs, assumed rates, sizes of pieces) is put back; a body that
-fails, or ends the process group, costs its ranks. One that needs ranks of its own, or harms them,
-asks for them by ``fresh=True``.
+a process take longer than most tests. What a body leaves behind (seed, default dtype, compiled
+graphs, assumed rates, sizes of pieces) is put back; a body that fails, or ends the process group,
+costs its ranks. One that needs ranks of its own, or harms them, asks for them by ``fresh=True``.
 """
 
 from __future__ import annotations

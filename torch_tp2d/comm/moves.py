@@ -17,7 +17,7 @@ from .._once import once_differentiable
 from .axis import Axis
 from .transfers import all_gather, all_reduce, all_to_all, reduce_scatter, reshard_fused
 
-__all__ = ["reshard_fused_grad", "move"]
+__all__ = ["move", "reshard_fused_grad"]
 
 
 class _Move(torch.autograd.Function):

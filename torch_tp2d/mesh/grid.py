@@ -18,7 +18,7 @@ from ..comm.groups import own_group
 from ..runtime.context import Sizes, context_of
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
-__all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh"]
+__all__ = ["Axes", "Grid", "Sizes", "ask_sizes", "check_mesh", "describe_mesh", "part_of"]
 
 Axes = str | tuple[str, ...]
 
@@ -287,7 +287,7 @@ class Grid:
             return lambda: features
         known = self.tokens_of(x)
         if known is not None and dim < len(known):
-            if x.shape[dim] == self._shard(known[dim], cuts):
+            if x.shape[dim] == part_of(known[dim], cuts):
                 return lambda: known[dim]
             raise ValueError(
                 f"dim {dim} of a local tensor of shape {tuple(x.shape)} in layout {layout} is not "
@@ -311,7 +311,7 @@ class Grid:
             return None
         if placement.dim >= len(sizes) or (row == col and axis is self.col):
             return None
-        if self._shard(sizes[placement.dim], [axis]) or not sizes[placement.dim]:
+        if part_of(sizes[placement.dim], [axis]) or not sizes[placement.dim]:
             return None
         return placement.dim
 
@@ -365,23 +365,14 @@ class Grid:
             node.metadata["_tp2d_handed", x.output_nr] = handed
         return x
 
-    def _shard(self, extent: int, cuts: Sequence[Axis]) -> int:
-        for axis in cuts:
-            extent = axis.split(extent)[axis.index]
-        return extent
-
     def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
         extent = x.shape[dim]
         if torch.compiler.is_compiling():
             return lambda: extent * math.prod([axis.size for axis in cuts])
 
-        def ask(extent: int, axis: Axis) -> Pending:
-            mine = torch.tensor([extent], device=x.device)
-            return all_gather(mine, 0, (1,) * axis.size, axis)
-
         *outer, inner = cuts
-        asked = ask(extent, inner)
+        asked = ask_sizes(extent, inner, x.device)
 
         def answer(asked: Pending, axis: Axis) -> int:
             sizes = asked.wait().tolist()
@@ -395,7 +386,7 @@ class Grid:
         def total() -> int:
             extent = answer(asked, inner)
             for axis in reversed(outer):
-                extent = answer(ask(extent, axis), axis)
+                extent = answer(ask_sizes(extent, axis, x.device), axis)
             return extent
 
         return total
@@ -445,6 +436,18 @@ class Grid:
         if _shards(layout[1 - on_col], dim):
             extent = other.split(extent)[other.index]
         return axis.split(extent)
+
+
+def part_of(extent: int, cuts: Sequence[Axis]) -> int:
+    """How much of a dim lies here, if each of the axes cuts what those before it have left."""
+    for axis in cuts:
+        extent = axis.split(extent)[axis.index]
+    return extent
+
+
+def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
+    """What is of this size here, of which it is on the other ranks of the axis; all of them ask."""
+    return all_gather(torch.tensor([size], device=device), 0, (1,) * axis.size, axis)
 
 
 def _on_mesh(layout: Layout, axes: Axes) -> Layout:

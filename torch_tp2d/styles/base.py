@@ -37,11 +37,11 @@ from .boundary import Exit
 from .module_kinds import describe_module
 
 __all__ = [
+    "AS_INPUT",
+    "AT_FIRST_FORWARD",
     "FEATURES",
     "GridStyle",
     "LayoutLike",
-    "AS_INPUT",
-    "AT_FIRST_FORWARD",
     "Resolved",
     "Runner",
     "check_dims",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch_compat import disable_current_modes
 from ..comm import Axis, all_gather
-from ..mesh.grid import Grid, describe_mesh
+from ..mesh.grid import Grid, ask_sizes, describe_mesh, part_of
 from ..mesh.layouts import Layout, as_layout, check_row_dim, normalize
 from ..ops.attention.block import attend_to_all
 from ..ops.dropout import draw_key, drop, dropped
@@ -345,7 +345,7 @@ class Masks:
         sizes, known = self.grid.tokens_of(x), self.grid.context.tokens
         if sizes is not None and dim < len(sizes):
             # One element may stand in for none, see Grid.with_stand_in.
-            mine = _part_of(sizes[dim], cuts)
+            mine = part_of(sizes[dim], cuts)
             here = x.shape[dim] in (mine, mine or 1)
             return sizes[dim] if here else self.grid.extent(x, dim, layout)
         if x.ndim == 3:
@@ -363,17 +363,10 @@ class Masks:
         """Where this rank's part of a dim begins, as the other ranks say."""
         start, size = 0, x.shape[dim]
         for axis in reversed(cuts):
-            mine = torch.tensor([size], device=x.device)
-            sizes = all_gather(mine, 0, (1,) * axis.size, axis).wait().tolist()
+            sizes = ask_sizes(size, axis, x.device).wait().tolist()
             start += sum(sizes[: axis.index])
             size = sum(sizes)
         return start
-
-
-def _part_of(extent: int, cuts: Sequence[Axis]) -> int:
-    for axis in cuts:
-        extent = axis.split(extent)[axis.index]
-    return extent
 
 
 def _start_of(extent: int, cuts: Sequence[Axis]) -> int:
