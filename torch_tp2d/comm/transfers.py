@@ -9,8 +9,8 @@ Importing this module registers one operator with torch, ``torch_tp2d::arrived``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class Pending:
     argument.
     """
 
-    __slots__ = ("_below_autograd", "_finish", "_pieces", "_value", "_watched", "_wires")
+    __slots__ = ("_around", "_finish", "_pieces", "_value", "_wires")
 
     def __init__(
         self,
@@ -65,15 +65,8 @@ class Pending:
         self._pieces = pieces
         self._wires: list[Tensor] = []
         if pieces:
-            # For the ops of a transfer, which nobody differentiates (`move` does). Their autograd
-            # kernels are Python since torch 2.13, and take longer than the ops themselves.
-            self._below_autograd: Callable[[], AbstractContextManager[Any]] = nullcontext
-            self._watched: Callable[[], AbstractContextManager[Any]] = nullcontext
-            if not torch.compiler.is_compiling():
-                self._below_autograd = AutoDispatchBelowAutograd
-                if watch is not None:
-                    self._watched = watch(pieces)
-            with self._below_autograd(), self._watched():
+            self._around = _surroundings(pieces)
+            with self._around():
                 self._wires = [start() for start in pieces]
 
     def wait(self, *, if_used: bool = False) -> Tensor:
@@ -88,11 +81,31 @@ class Pending:
         if not self._pieces:
             return self._finish([])
         if not if_used:
-            with self._below_autograd(), self._watched():
+            with self._around():
                 wires = [_c10d.wait_tensor.default(wire) for wire in self._wires]
             return self._finish(wires)
         sent = [piece.args[0] for piece in self._pieces]
         return self._finish(list(map(_arrived, self._wires, sent)))
+
+
+def _surroundings(pieces: Started) -> Callable[[], AbstractContextManager[Any]]:
+    """The context for the ops of a transfer, entered when it starts and when it is awaited.
+
+    Nobody differentiates them (`move` does). Their autograd kernels are Python since torch 2.13,
+    and take longer than the ops themselves.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext
+    if watch is None:
+        return AutoDispatchBelowAutograd
+    watched = watch(pieces)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with AutoDispatchBelowAutograd(), watched():
+            yield
+
+    return both
 
 
 @torch.library.custom_op("torch_tp2d::arrived", mutates_args=())

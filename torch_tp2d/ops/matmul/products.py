@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...comm import all_reduce
 from ...runtime.context import selective_region
+from ...runtime.deferred import undeferred
 from .call import Call, Forward, Gradients, LinearOp, Needs
 
 __all__ = ["backward", "forward"]
@@ -22,6 +23,8 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     op = call.op
     algorithm, cut = op.algorithm, op.cut
     moving = algorithm.prefetch(op.as_b(weight), cut)
+    # A view of what is still on its way would be given a copy.
+    x = undeferred(x)
     rows = x.flatten(0, -2)
     b = moving.wait()
     y = algorithm.ab(rows, b, cut) if op.gathers_input else algorithm.abt(rows, b, cut)
@@ -47,7 +50,7 @@ def backward(
     op = call.op
     algorithm, cut = op.algorithm, op.cut
     x, weight = saved
-    rows, grad = x.flatten(0, -2), grads[0].flatten(0, -2)
+    rows, grad = x.flatten(0, -2), undeferred(grads[0]).flatten(0, -2)
 
     # The weight travels while its gradient is computed, and its gradient while the input's is.
     moving = None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...comm import Pending, all_reduce
+from ...runtime.deferred import undeferred
 from .call import Call, Forward, Gradients, LinearOp, Needs
 
 __all__ = ["backward", "forward"]
@@ -59,6 +60,7 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     That of ``x`` is a partial sum along the other axis, for whoever gathered ``x`` to reduce.
     """
     op = call.op
+    x = undeferred(x)
     y = x.flatten(0, -2) @ (weight if op.transposed else weight.t())
     if bias is not None:
         at, start, length = bias_part(op)
@@ -72,7 +74,7 @@ def backward(
 ) -> Gradients:
     op = call.op
     x, weight = saved
-    rows, grad = x.flatten(0, -2), grads[0].flatten(0, -2)
+    rows, grad = x.flatten(0, -2), undeferred(grads[0]).flatten(0, -2)
     bias_grad = _bias_grad(grad.sum(0), op) if state and needs.bias else None
     dx = dw = db = None
     # All the tokens are here, so the weight's gradient is whole: nothing is summed.
