@@ -8,7 +8,8 @@
 A case is a number of ranks, a link rate and the sizes of the model and its batch. For each case
 netlab.py makes the network and ``block.py``, whose docstring explains the table, times all plans
 on it in one run. The results are written after every case; the same command again runs what is
-not there yet, and a case again whose plans, repeats or sizes are not those asked for.
+not there yet, and a case again whose plans, repeats or sizes are not those asked for. Each plan
+runs on every grid of the ranks; ``--plans tp-sp,tp2d,tp2d:summa`` compares algorithms.
 
 Cases:
     4ranks-200mbit ...         two GPT blocks, hidden 512, sequence 512, batch 8, fp32, on 4, 8 and
@@ -46,7 +47,7 @@ import netlab
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RATES = ("100mbit", "200mbit", "1gbit", netlab.UNSHAPED)
-GRIDS = {4: ("2x2",), 8: ("4x2", "2x4"), 16: ("4x4",)}
+RANKS = (4, 8, 16)
 # Sequences and their length, by tokens / hidden at hidden 512. Four ranks split either.
 TOKENS = {0.5: (4, 64), 1: (4, 128), 2: (4, 256), 4: (4, 512), 16: (16, 512), 32: (32, 512)}
 
@@ -66,17 +67,22 @@ class Case:
     layers: int = 2
 
 
+def grids(ranks: int) -> tuple[str, ...]:
+    """Every grid of so many ranks."""
+    return tuple(f"{rows}x{ranks // rows}" for rows in range(1, ranks + 1) if ranks % rows == 0)
+
+
 def all_cases() -> dict[str, Case]:
     """Every case of the full benchmark by name, in the order in which they run."""
     cases = [
         # Tensor parallelism on a line splits the heads over all the ranks.
-        Case(f"{ranks}ranks-{label(rate)}", ranks, rate, grids, heads=max(8, ranks))
-        for ranks, grids in GRIDS.items()
+        Case(f"{ranks}ranks-{label(rate)}", ranks, rate, grids(ranks), heads=max(8, ranks))
+        for ranks in RANKS
         for rate in RATES
     ]
-    cases.append(Case("16ranks-200mbit-batch16", 16, "200mbit", GRIDS[16], 16, 256, heads=16))
+    cases.append(Case("16ranks-200mbit-batch16", 16, "200mbit", grids(16), 16, 256, heads=16))
     cases += [
-        Case(f"m{m:g}", 4, "200mbit", GRIDS[4], batch, seq) for m, (batch, seq) in TOKENS.items()
+        Case(f"m{m:g}", 4, "200mbit", grids(4), batch, seq) for m, (batch, seq) in TOKENS.items()
     ]
     return {case.name: case for case in cases}
 
@@ -84,7 +90,7 @@ def all_cases() -> dict[str, Case]:
 def quick_cases() -> dict[str, Case]:
     """A small version of the benchmark."""
     cases = [
-        Case(f"quick-{label(rate)}", 4, rate, GRIDS[4], seq=128, hidden=256) for rate in RATES[1:]
+        Case(f"quick-{label(rate)}", 4, rate, grids(4), seq=128, hidden=256) for rate in RATES[1:]
     ]
     return {case.name: case for case in cases}
 
@@ -95,13 +101,11 @@ def label(rate: str) -> str:
 
 
 def default_plans() -> list[str]:
-    """The stock plans, ours as it comes, and ours with each of its algorithms."""
+    """The stock plans, and ours as it comes."""
     # Here, because torch takes seconds to import and --list does not need it.
     from variants import OURS, STOCK_PLANS
 
-    from torch_tp2d.ops.matmul import ALGORITHMS
-
-    return [*STOCK_PLANS, OURS, *(f"{OURS}:{name}" for name in ALGORITHMS)]
+    return [*STOCK_PLANS, OURS]
 
 
 def command(
@@ -287,6 +291,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--out: where do the results go?")
     if args.repeats is None:
         args.repeats = 2 if args.quick else 5
+    if args.repeats < 2:
+        parser.error("--repeats: one round says nothing of what the next would")
     return args
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from variants import OURS, Share, Sizes
+from variants import KEPT, OURS, Share, Sizes
 
 from torch_tp2d import CommCounter
 
@@ -18,7 +18,7 @@ from torch_tp2d import CommCounter
 MATRICES = 12
 WIDTH = 4
 """Bytes of an fp32 element."""
-ALL_REDUCES = {"tp": 6, "tp-input": 4, "fsdp-tp": 6}
+ALL_REDUCES = {"tp": 6, "tp-input": 4, "fsdp-tp": 4}
 """Of activations along the tensor-parallel axis, for a block, forward and backward."""
 
 
@@ -34,7 +34,8 @@ def predicted_bytes(plan: str, share: Share, sizes: Sizes) -> float | None:
 
     - on a line, with a all-reduces: ``2a X (n-1)/n``; with sequence parallelism four all-gathers
       and four reduce-scatters, ``8 X (n-1)/n``;
-    - in FSDP two all-gathers and a reduce-scatter of the weights, ``3 W (n-1)/n``;
+    - in FSDP two all-gathers and a reduce-scatter of the weights, ``3 W (n-1)/n``, or one
+      all-gather where gathered weights are kept;
     - on R rows and C columns: ``2a X/R (C-1)/C + 3 W/C (R-1)/R``; on a torch_tp2d grid 8 for 2a,
       and 2 for 3, since gathered weights are kept for backward.
 
@@ -43,10 +44,13 @@ def predicted_bytes(plan: str, share: Share, sizes: Sizes) -> float | None:
     """
     if plan == "cp-tp":
         return None
-    activations = 8.0 if plan in ("tp-sp", OURS) else 2.0 * ALL_REDUCES.get(plan, 0)
+    kept = plan == OURS or plan.endswith(KEPT)
+    name = plan.removesuffix(KEPT)
+    by_sequence = name in ("tp-sp", "fsdp-sp", OURS)
+    activations = 8.0 if by_sequence else 2.0 * ALL_REDUCES.get(name, 0)
     matrices = MATRICES * sizes.hidden**2 / share.columns
     block = activations * sizes.elements / share.rows * others(share.columns)
-    block += (2 if plan == OURS else 3) * matrices * others(share.rows)
+    block += (2 if kept else 3) * matrices * others(share.rows)
     return block * sizes.layers * WIDTH
 
 

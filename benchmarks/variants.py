@@ -5,16 +5,20 @@ tp-input  the same, its input prepared once by PrepareModuleInput, so that the g
           the q, k and v projections are summed before they are reduced, not after
 tp-sp     tp-input with SequenceParallel norms and a residual stream sharded by sequence
 fsdp      FSDP2 alone, the batch split over the ranks
-fsdp-tp   FSDP2 over 2, `tp` over the rest
+fsdp-tp   FSDP2 over the rows of a grid, `tp-input` over its columns
+fsdp-sp   FSDP2 over the rows of a grid, `tp-sp` over its columns
 cp-tp     torch's context_parallel over 2 (which splits the sequence; the weights over the
           same 2 by FSDP2), `tp` over the rest
 tp2d      the tp-sp plan with its two classes renamed to torch_tp2d's, on a grid;
           `tp2d:NAME` asks its Linears for the algorithm NAME
+
+FSDP2 gathers weights again for backward; in `fsdp-kept`, `fsdp-tp-kept` and `fsdp-sp-kept` it keeps
+them (``reshard_after_forward=False``): less to send, more memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,11 +45,25 @@ from torch.distributed.tensor.parallel import (
 
 import torch_tp2d
 
-STOCK_PLANS = ("tp", "tp-input", "tp-sp", "fsdp", "fsdp-tp", "cp-tp")
-REDUCE_SCATTERING_PLANS = ("tp-sp", "fsdp", "fsdp-tp", "cp-tp")
+KEPT = "-kept"
+FSDP_PLANS = tuple(name + kept for name in ("fsdp", "fsdp-tp", "fsdp-sp") for kept in ("", KEPT))
+GRID_PLANS = tuple(name for name in FSDP_PLANS if name.removesuffix(KEPT) != "fsdp")
+"""The stock plans that run on a grid of more than one row and column."""
+STOCK_PLANS = ("tp", "tp-input", "tp-sp", *FSDP_PLANS, "cp-tp")
+REDUCE_SCATTERING_PLANS = ("tp-sp", *FSDP_PLANS, "cp-tp")
 """The stock plans that reduce-scatter, and so pay for how gloo does it."""
 OURS = "tp2d"
 SEED = 20240
+
+
+Grid = tuple[int, int]
+"""Rows and columns."""
+
+
+def titled(name: str, grid: Grid) -> str:
+    """The name of a plan, with its grid where it may have several."""
+    on_grids = name in GRID_PLANS or name.partition(":")[0] == OURS
+    return f"{name} {grid[0]}x{grid[1]}" if on_grids else name
 
 
 class NotRunnable(Exception):
@@ -161,10 +179,15 @@ def sequence_plan(
     }
 
 
-def shard_blocks(model: Model, mesh: DeviceMesh) -> None:
-    """FSDP2 as its documentation applies it: block by block, then the root."""
+def shard_blocks(model: Model, mesh: DeviceMesh, *, kept: bool = False) -> None:
+    """FSDP2 as its documentation applies it: block by block, then the root.
+
+    Args:
+        kept: keep a block's gathered weights for backward. (None is FSDP2's default: the root's
+            are kept.)
+    """
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False if kept else None)
     fully_shard(model, mesh=mesh)
 
 
@@ -182,9 +205,9 @@ def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
 
 
-def build_line(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
+def build_line(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:
     """The stock plans on a line of all ranks."""
-    world = dist.get_world_size()
+    _, world = grid
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     if name == "tp-sp":
         parallelize_module(model, mesh, sequence_plan(ColwiseParallel, RowwiseParallel))
@@ -194,32 +217,54 @@ def build_line(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
     return Variant(name, model, x, Share(1, world), copies=world)
 
 
-def build_fsdp(name: str, model: Model, x: Tensor, efficient: bool) -> Variant:
-    """FSDP2, alone or over tensor parallelism, with or without context parallelism."""
-    world = dist.get_world_size()
-    if name == "fsdp":
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-        variant = Variant(name, model, part(x, 0, mesh), Share(world, 1), gradient_scale=world)
-    else:
-        if world < 4 or world % 2:
-            raise NotRunnable(f"{name} needs an even number of ranks, 4 or more, got {world}")
-        tp = world // 2
-        both = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, both["tp"], line_plan())
-        mesh = both["dp"]
-        variant = Variant(name, model, x, Share(2, tp), copies=tp, gradient_scale=2)
-        if name == "cp-tp":
-            variant.around = partial(context_parallel, mesh, buffers=[x], buffer_seq_dims=[1])
-            variant.tentative = True
-        else:
-            variant.local_input = part(x, 0, mesh)
-    shard_blocks(model, mesh)
+def build_fsdp(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:
+    """FSDP2 alone."""
+    world, _ = grid
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    variant = Variant(name, model, part(x, 0, mesh), Share(world, 1), gradient_scale=world)
+    shard_blocks(model, mesh, kept=name.endswith(KEPT))
     if efficient:
         use_efficient_reduce_scatter(model)
     return variant
 
 
-def build_grid(name: str, model: Model, x: Tensor, grid: tuple[int, int]) -> Variant:
+def build_fsdp_grid(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:
+    """FSDP2 over tensor parallelism."""
+    rows, columns = grid
+    both = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
+    x = part(x, 0, both["dp"])
+    title = titled(name, grid)
+    if name.removesuffix(KEPT) == "fsdp-sp":
+        parallelize_module(model, both["tp"], sequence_plan(ColwiseParallel, RowwiseParallel))
+        x = part(x, 1, both["tp"])
+        variant = Variant(title, model, x, Share(rows, columns, True), gradient_scale=rows)
+        if efficient:
+            variant.around = exchanged_reduce_scatters
+    else:
+        parallelize_module(model, both["tp"], line_input_plan())
+        variant = Variant(title, model, x, Share(*grid), copies=columns, gradient_scale=rows)
+    shard_blocks(model, both["dp"], kept=name.endswith(KEPT))
+    if efficient:
+        use_efficient_reduce_scatter(model)
+    return variant
+
+
+def build_context(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:
+    """Context parallelism over the rows, with FSDP2, over tensor parallelism."""
+    rows, tp = grid
+    if rows * tp != dist.get_world_size() or tp == 1:
+        raise NotRunnable(f"{name} needs an even number of ranks, 4 or more")
+    both = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, both["tp"], line_plan())
+    variant = Variant(name, model, x, Share(*grid), copies=tp, gradient_scale=rows, tentative=True)
+    variant.around = partial(context_parallel, both["dp"], buffers=[x], buffer_seq_dims=[1])
+    shard_blocks(model, both["dp"])
+    if efficient:
+        use_efficient_reduce_scatter(model)
+    return variant
+
+
+def build_grid(name: str, model: Model, x: Tensor, grid: Grid) -> Variant:
     """The tp-sp plan on a grid: two classes renamed, and the mesh."""
     _, _, algorithm = name.partition(":")
     options: dict[str, Any] = {"algorithm": algorithm} if algorithm else {}
@@ -232,7 +277,7 @@ def build_grid(name: str, model: Model, x: Tensor, grid: tuple[int, int]) -> Var
     except ValueError as error:
         raise NotRunnable(str(error)) from error
     tokens = part(part(x, 0, mesh["tp_row"]), 1, mesh["tp_col"])
-    return Variant(f"{name} {grid[0]}x{grid[1]}", model, tokens, Share(*grid, True))
+    return Variant(titled(name, grid), model, tokens, Share(*grid, True))
 
 
 def fresh_model(sizes: Sizes, parts: int = 1) -> Model:
@@ -241,8 +286,34 @@ def fresh_model(sizes: Sizes, parts: int = 1) -> Model:
     return Model(sizes.layers, sizes.hidden, sizes.heads, parts)
 
 
+def stock_meshes(name: str, grids: Sequence[Grid], world: int) -> list[Grid]:
+    """The rows (of data) and columns (of features) that a stock plan has its ranks in."""
+    if name in GRID_PLANS:
+        return [grid for grid in grids if min(grid) > 1]
+    if name in FSDP_PLANS:
+        return [(world, 1)]
+    return [(2, world // 2)] if name == "cp-tp" else [(1, world)]
+
+
+def build_stock(name: str, grid: Grid, sizes: Sizes, x: Tensor) -> list[Variant]:
+    """A stock plan as it is and, if it reduce-scatters, with an efficient reduce-scatter."""
+    if sizes.heads % grid[1]:
+        raise NotRunnable(f"{sizes.heads} heads do not split over {grid[1]} ranks")
+    build_one = build_line
+    if name in FSDP_PLANS:
+        build_one = build_fsdp_grid if name in GRID_PLANS else build_fsdp
+    elif name == "cp-tp":
+        build_one = build_context
+    variants = []
+    for efficient in (False, True) if name in REDUCE_SCATTERING_PLANS else (False,):
+        variant = build_one(name, fresh_model(sizes), x.clone(), grid, efficient)
+        variant.efficient = efficient
+        variants.append(variant)
+    return variants
+
+
 def build(
-    names: list[str], grids: list[tuple[int, int]], sizes: Sizes
+    names: Sequence[str], grids: Sequence[Grid], sizes: Sizes
 ) -> tuple[list[Variant], dict[str, str]]:
     """Every variant asked for, all from the same weights and input.
 
@@ -250,31 +321,18 @@ def build(
     """
     generator = torch.Generator().manual_seed(SEED + 1)
     x = torch.randn(sizes.batch, sizes.seq, sizes.hidden, generator=generator)
-    world = dist.get_world_size()
     variants: list[Variant] = []
     refused: dict[str, str] = {}
     for name in names:
-        if name.partition(":")[0] == OURS:
-            for grid in grids:
-                try:
-                    variants.append(build_grid(name, fresh_model(sizes), x, grid))
-                except NotRunnable as error:
-                    refused[f"{name} {grid[0]}x{grid[1]}"] = str(error)
-            continue
-        on_line = name.startswith("tp")
-        builder = build_line if on_line else build_fsdp
-        columns = world if on_line else max(1, world // 2)
-        if name != "fsdp" and sizes.heads % columns:
-            refused[name] = f"{sizes.heads} heads do not split over {columns} ranks"
-            continue
-        for efficient in (False, True) if name in REDUCE_SCATTERING_PLANS else (False,):
+        ours = name.partition(":")[0] == OURS
+        for grid in grids if ours else stock_meshes(name, grids, dist.get_world_size()):
             try:
-                variant = builder(name, fresh_model(sizes), x.clone(), efficient)
+                if ours:
+                    variants.append(build_grid(name, fresh_model(sizes), x, grid))
+                else:
+                    variants += build_stock(name, grid, sizes, x)
             except NotRunnable as error:
-                refused[name] = str(error)
-                break
-            variant.efficient = efficient
-            variants.append(variant)
+                refused[titled(name, grid)] = str(error)
     return variants, refused
 
 

@@ -40,7 +40,9 @@ class TestPredictedBytes:
             ("tp-input", Share(1, 4), 100.7),
             ("tp-sp", Share(1, 4, True), 100.7),
             ("fsdp", Share(4, 1), 56.6),
-            ("fsdp-tp", Share(2, 2), 69.2),
+            ("fsdp-kept", Share(4, 1), 37.75),
+            ("fsdp-tp", Share(2, 2), 52.4),
+            ("fsdp-sp-kept", Share(2, 2, True), 46.1),
             ("tp2d", Share(2, 2, True), 46.1),
         ],
     )
@@ -70,6 +72,33 @@ class TestPredictedBytes:
             name = variant.name.partition(" ")[0]
             predicted = traffic.predicted_bytes(name, variant.share, small)
             assert counter.total_bytes == pytest.approx(predicted, rel=0.02), name
+
+
+def test_the_headline_is_against_the_best_stock_plan_and_the_best_in_no_more_memory() -> None:
+    """Against plain TP, which a careful user would not run, a ratio says little."""
+
+    def record(plan: str, seconds: list[float], peak: float, efficient: bool = False) -> Any:
+        return {
+            "plan": plan,
+            "efficient_reduce_scatter": efficient,
+            "seconds": sorted(seconds)[1],
+            "step_peak_bytes": peak,
+            "rounds": {"seconds": seconds, "stolen": [0.0] * 3},
+        }
+
+    records = [
+        record("tp", [9.0, 9.0, 9.0], 50.0),
+        record("fsdp-tp-kept 2x2", [3.0, 3.6, 3.0], 200.0),
+        record("fsdp-kept", [2.5, 2.4, 2.5], 200.0, efficient=True),
+        record("tp2d 2x2", [2.0, 2.0, 2.0], 100.0),
+        record("tp2d 4x1", [4.0, 4.0, 4.0], 100.0),
+        record("tp2d:summa 2x2", [1.0, 1.0, 1.0], 100.0),
+    ]
+    lines = measure.headlines(records)
+    assert lines["best stock as it is"] == ("tp2d 2x2", "fsdp-tp-kept 2x2", 1.5, 1.5, 1.8)
+    assert lines["best stock as it is, in no more memory"].stock == "tp"
+    assert lines["best stock with an efficient reduce-scatter"].stock == "fsdp-kept +rs"
+    assert measure.headlines(records[:3]) == {}
 
 
 @pytest.mark.usefixtures("four_ranks")
