@@ -89,7 +89,7 @@ def test_t5(rows: int, columns: int) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "rows,columns,lengths",
-    [(2, 4, (3, 7, 5)), (4, 2, (6, 9, 10)), (2, 2, (4, 8, 8)), (2, 2, (3, 5, 7))],
+    [(2, 4, (3, 7, 5)), (4, 2, (6, 7, 10)), (2, 2, (4, 8, 8)), (2, 2, (3, 5, 7))],
 )
 def test_t5_on_more_grids(rows: int, columns: int, lengths: tuple[int, int, int]) -> None:
     for worst in world.run(rows * columns, _train, rows, columns, lengths, BOTH, {}):

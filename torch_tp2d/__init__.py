@@ -7,6 +7,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 from . import debug
 from .comm.counter import CommCounter
 from .loss import cross_entropy, loss_parallel
+from .mesh.no_sync import no_sync
 from .mesh.tokens import token_sizes
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import layouts_of, parallelize_module
@@ -41,6 +42,7 @@ __all__ = [
     "debug",
     "layouts_of",
     "loss_parallel",
+    "no_sync",
     "parallelize_module",
     "plan_for",
     "token_sizes",

@@ -14,11 +14,11 @@ from .._torch_compat import (
     SELECTIVE_MODES,
     current_graph_task_id,
     dispatch_modes,
-    local_tensor,
     root_mesh,
-    version,
 )
 from ..mesh.layouts import describe_mesh
+from .accumulation import Accumulation
+from .versions import versions
 
 if TYPE_CHECKING:
     from .prefetch import Pass
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Context",
     "Sizes",
-    "VersionGuard",
     "context_of",
     "in_backward",
     "selective_region",
-    "versions",
 ]
 
 Sizes = tuple[int, ...]
@@ -78,10 +76,13 @@ class Context:
         """The backward passes that run, by autograd's number of them."""
         self.keys_drawn = 0
         """How many keys of dropout the ranks of the mesh have drawn."""
+        self.accumulation = Accumulation()
+        """What micro-batches keep for the last of a step."""
 
     def __repr__(self) -> str:
         under_way = [] if self.running is None else [repr(self.running)]
         under_way += map(repr, self.backwards.values())
+        under_way += [repr(self.accumulation)] if self.accumulation else []
         said = ", ".join(under_way) or "nothing under way"
         return f"Context(mesh={self.of}, tokens={self.tokens}, {said})"
 
@@ -111,34 +112,6 @@ class TensorMemo:
     def clear(self) -> None:
         if self._entries.data:
             self._entries = WeakIdKeyDictionary()
-
-
-def versions(x: Any) -> tuple[int | None, ...]:
-    """What counts the changes of a tensor that torch sees.
-
-    Of a DTensor some count as the shard's alone. What was made in inference mode has no version.
-    """
-    inside = local_tensor(x)
-    of_shard = None if inside.is_inference() else version(inside)
-    if inside is x:
-        return (of_shard,)
-    return None if x.is_inference() else version(x), of_shard
-
-
-class VersionGuard:
-    """A parameter that backward needs as it was in forward."""
-
-    def __init__(self, param: Tensor) -> None:
-        self.param, self.versions = param, versions(param)
-
-    def check(self) -> None:
-        """Raises a RuntimeError, as torch does, if the parameter was changed since."""
-        if versions(self.param) != self.versions:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(self.param.shape)} needed for gradient computation "
-                f"has been modified by an inplace operation since the forward: run backward before "
-                f"the optimizer's step, or forward again after it"
-            )
 
 
 def _state(x: Any) -> tuple[Any, ...]:

@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
 from ..comm import Pending
-from .context import Context, in_backward, selective_region, versions
+from .context import Context, in_backward, selective_region
 from .reductions import Backward, backward_of
+from .versions import versions
 
 __all__ = [
     "AHEAD",

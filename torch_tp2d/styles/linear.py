@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..comm import reshard_fused_grad
+from ..comm import Pending, reshard_fused_grad
 from ..mesh import layouts
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, TP_COL, Layout, MatmulRule, as_layout
@@ -21,8 +21,9 @@ from ..ops.matmul.call import low_precision
 from ..ops.matmul.pipelined import takes_deferred_grad
 from ..planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from ..planner.rates import Rates, known
-from ..runtime.context import Sizes, VersionGuard
+from ..runtime.context import Sizes
 from ..runtime.prefetch import Prepared, prepare_parameters
+from ..runtime.versions import VersionGuard
 from .base import (
     FEATURES,
     GridStyle,
@@ -335,6 +336,11 @@ class _LinearRunner(Runner):
         """Take up the parameters; the weight is to be gathered."""
         weight, bias = self._shards(module)
         shard, op = self.op.as_b(weight.detach()), self.op
+
+        def gather() -> Pending:
+            kept = self.grid.context.accumulation.gathered(module, shard.dtype)
+            return op.algorithm.prefetch(shard, op.cut) if kept is None else kept
+
         copied = self.parts > 1 or weight.dtype != module.weight.dtype
         params = []
         if copied or self.op.cut.row.size > 1:
@@ -346,7 +352,7 @@ class _LinearRunner(Runner):
             # The shards themselves take deferred gradients; what was made of them does not.
             weight = takes_deferred_grad(weight)
             bias = None if bias is None else takes_deferred_grad(bias)
-        return Prepared(weight, bias, lambda: op.algorithm.prefetch(shard, op.cut), sources)
+        return Prepared(weight, bias, gather, sources)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2, FEATURES)
@@ -361,7 +367,9 @@ class _LinearRunner(Runner):
             have = self.exit.have[0], Shard(shards.dim)
         moving = None if ready is None else ready.moving
         param = None if torch.compiler.is_compiling() else VersionGuard(module.weight)
-        call = Call(op, moving, shards, module, param, self.grid.context)
+        call = Call(
+            op, moving, shards, module, param, self.grid.context, lambda: self._shards(module)[0]
+        )
         if ready is None:
             y = linear2d(operand, *self._shards(module), call)
         else:

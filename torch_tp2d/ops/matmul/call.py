@@ -6,10 +6,10 @@ the weight, and of activations as far as they overlap with its products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,11 @@ from torch import Tensor
 
 from ..._once import once_differentiable
 from ...comm import Axis, Pending
-from ...runtime.context import Context, VersionGuard
-from .cut import Algorithm, Cut
+from ...runtime.accumulation import Accumulation
+from ...runtime.context import Context
+from ...runtime.reductions import backward_of
+from ...runtime.versions import VersionGuard
+from .cut import Algorithm, Cut, SumsAtOnce
 
 __all__ = [
     "Call",
@@ -80,6 +83,10 @@ class LinearOp:
             return bias
         return F.pad(bias, (columns.start, features - columns.stop))
 
+    def sum_over_rows(self, part: Tensor) -> Pending:
+        """One row's part ``b[P, Qj]`` of a weight's gradient, summed, for those that do at once."""
+        return cast(SumsAtOnce, self.algorithm).atb_sum(part, self.cut)
+
     def as_b(self, weight: Tensor) -> Tensor:
         """The module's weight as the algorithms' ``b``, and ``b``'s gradient as the weight's."""
         return weight.t() if self.gathers_input != self.transposed else weight
@@ -96,6 +103,7 @@ class Call:
         module: the Linear.
         param: its weight, which backward needs as it is.
         context: of its mesh.
+        operand: makes what the weight is here of the module's parameter, differentiably.
     """
 
     op: LinearOp
@@ -104,11 +112,51 @@ class Call:
     module: Any = None
     param: VersionGuard | None = None
     context: Context | None = None
+    operand: Callable[[], Tensor] | None = None
 
     @property
     def known_context(self) -> Context:
         assert self.context is not None
         return self.context
+
+    @property
+    def accumulation(self) -> Accumulation | None:
+        """What micro-batches keep for the last of a step, if there are any. Not in a graph."""
+        if self.context is None or self.operand is None or torch.compiler.is_compiling():
+            return None
+        return self.context.accumulation or None if self.op.cut.row.size > 1 else None
+
+    def gather(self, weight: Tensor) -> Pending:
+        """Start moving the weight, if no micro-batch before has."""
+        kept = self.accumulation
+        held = None if kept is None else kept.gathered(self.module, weight.dtype)
+        if held is not None:
+            return held
+        return self.op.algorithm.prefetch(self.op.as_b(weight), self.op.cut)
+
+    def keep_weight(self, gathered: Tensor) -> None:
+        """Keep the gathered weight for the next micro-batch."""
+        kept = self.accumulation
+        if kept is not None and self.op.keep_weight and not self.op.cut.replicated:
+            kept.keep_weight(self.module, gathered)
+
+    def keep_gradient(self, part: Tensor) -> None:
+        """Keep this rank's part of the weight's gradient for the last micro-batch."""
+        self.known_context.accumulation.keep_gradient(self.module, part, self._finish)
+
+    def whole_gradient(self, part: Tensor) -> Tensor:
+        """This rank's part of the weight's gradient with that of the micro-batches before."""
+        kept = self.accumulation
+        return part if kept is None else kept.with_kept(self.module, part)
+
+    def _finish(self, part: Tensor) -> None:
+        """Reduce what was kept of a module that the last micro-batch has not used."""
+        assert self.operand is not None
+        op = self.op
+        grad = op.as_b(op.sum_over_rows(part).wait())
+        with torch.enable_grad():
+            weight = self.operand()
+        torch.autograd.backward(weight, grad.to(weight.dtype).contiguous())
 
 
 class Needs(NamedTuple):
@@ -149,6 +197,11 @@ class _Linear(torch.autograd.Function):
         needs = Needs(*ctx.needs_input_grad[:3])
         if needs.x and call.param is not None:
             call.param.check()
+        kept = call.accumulation
+        if kept is not None and not kept.holds:
+            running = backward_of(call.known_context)
+            if kept.settle not in running.at_end:
+                running.at_end.append(kept.settle)
         algorithm = call.op.algorithm
         return (*algorithm.backward(call, needs, ctx.state, ctx.saved_tensors, grads), None)
 

@@ -13,7 +13,7 @@ from ...comm import Pending, all_gather, all_reduce, reduce_scatter
 from .cut import Cut
 from .products import backward, forward
 
-__all__ = ["SQUARE", "WHOLE", "ab", "abt", "atb", "backward", "forward", "prefetch"]
+__all__ = ["SQUARE", "WHOLE", "ab", "abt", "atb", "atb_sum", "backward", "forward", "prefetch"]
 
 WHOLE = True
 SQUARE = False

@@ -12,7 +12,7 @@ from ...comm import Axis, Pending
 if TYPE_CHECKING:
     from .call import Call, Forward, Gradients, Needs
 
-__all__ = ["Algorithm", "Cut"]
+__all__ = ["Algorithm", "Cut", "SumsAtOnce"]
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,13 @@ class Algorithm(Protocol):
 
     @staticmethod
     def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending: ...
+
+
+class SumsAtOnce(Algorithm, Protocol):
+    """An algorithm that reduces a weight's gradient in one transfer, for which it may be kept.
+
+    Those whose ``WHOLE`` is true are.
+    """
+
+    @staticmethod
+    def atb_sum(partial: Tensor, cut: Cut) -> Pending: ...

@@ -12,6 +12,7 @@ moves it; what is this module's own is when things are computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "ab",
     "abt",
     "atb",
+    "atb_sum",
     "backward",
     "forward",
     "takes_deferred_grad",
@@ -80,8 +82,10 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     if torch.compiler.is_compiling():
         return traced.forward(call, needs, x, weight, bias)
     op, shards = call.op, call.shards
-    moving = prefetch(op.as_b(weight), op.cut) if call.moving is None else call.moving
+    moving = call.gather(weight) if call.moving is None else call.moving
     b = moving.wait()
+    if any(needs):
+        call.keep_weight(b)
     if op.gathers_input:
         y, _ = ab_arriving(x.transfer if isinstance(x, Gathering) else x, b, bias)
     else:
@@ -101,6 +105,14 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
         )
     state = _State(weight.shape, bias is not None, isinstance(x, Gathering), again, regather)
     return Forward((y,), (kept, b if op.keep_weight else weight), state)
+
+
+def _keep_for_last(call: Call) -> Callable[[Tensor], Pending]:
+    def keep(part: Tensor) -> Pending:
+        call.keep_gradient(part)
+        return Pending(part)
+
+    return keep
 
 
 def backward(
@@ -139,8 +151,14 @@ def backward(
             return undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
 
         part = product if partial is None else partial
-        weights = PendingReduction(part, lambda part: atb_sum(part, cut), running)
-        dw = LazyResult(state.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
+        kept = call.accumulation
+        if kept is not None and kept.holds:
+            running.at_end.append(PendingReduction(part, _keep_for_last(call), running).send)
+        else:
+            weights = PendingReduction(
+                part, lambda part: atb_sum(call.whole_gradient(part), cut), running
+            )
+            dw = LazyResult(state.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
     if needs.x and op.gathers_input:
         b = moving.wait()
         dx = Products(((grad, b),)) if state.arriving else grad @ b.t()

@@ -22,11 +22,13 @@ __all__ = ["backward", "forward"]
 def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
     op = call.op
     algorithm, cut = op.algorithm, op.cut
-    moving = algorithm.prefetch(op.as_b(weight), cut)
+    moving = call.gather(weight)
     # A view of what is still on its way would be given a copy.
     x = undeferred(x)
     rows = x.flatten(0, -2)
     b = moving.wait()
+    if algorithm.WHOLE and any(needs):
+        call.keep_weight(b)
     y = algorithm.ab(rows, b, cut) if op.gathers_input else algorithm.abt(rows, b, cut)
     if bias is not None:
         y = _with_bias(y, bias, op)
@@ -55,11 +57,17 @@ def backward(
     # The weight travels while its gradient is computed, and its gradient while the input's is.
     moving = None
     if needs.x and not op.keep_weight:
-        moving = algorithm.prefetch(op.as_b(weight), cut)
+        moving = call.gather(weight)
     weight_grad = bias_grad = None
     if needs.weight:
         a, c = (rows, grad) if op.gathers_input else (grad, rows)
-        weight_grad = algorithm.atb(a, c, cut)
+        kept = call.accumulation if algorithm.WHOLE else None
+        if kept is None:
+            weight_grad = algorithm.atb(a, c, cut)
+        elif kept.holds:
+            call.keep_gradient(a.t() @ c)
+        else:
+            weight_grad = op.sum_over_rows(call.whole_gradient(a.t() @ c))
     if state and needs.bias:
         columns = op.bias_columns
         mine = grad if columns is None else grad[:, columns]

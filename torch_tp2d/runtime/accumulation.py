@@ -1,0 +1,105 @@
+"""Micro-batches of one optimizer step: weights gathered once for them, gradients reduced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import local_tensor
+from ..comm import Pending
+from .versions import versions
+
+__all__ = ["Accumulation"]
+
+
+@dataclass
+class _Weight:
+    """A weight that was gathered, and what of."""
+
+    param: Tensor
+    versions: tuple[int | None, ...]
+    values: Tensor | None
+    """The shard's at that time: on a CPU, elsewhere comparing them stops the stream."""
+    gathered: Tensor
+
+    def is_of(self, param: Tensor, dtype: torch.dtype) -> bool:
+        if param is not self.param or versions(param) != self.versions:
+            return False
+        if self.gathered.dtype != dtype:
+            return False
+        return self.values is None or torch.equal(local_tensor(param).detach(), self.values)
+
+
+class _Gradient(NamedTuple):
+    """This rank's part of a weight's gradient, of micro-batches gone by."""
+
+    part: Tensor
+    finish: Callable[[Tensor], None]
+    """Reduces it, and adds it to the parameter's."""
+
+
+class Accumulation:
+    """What the micro-batches of a step keep on a mesh for the last of them.
+
+    While it :attr:`holds`, a Linear keeps its gathered weight for the next micro-batch, and this
+    rank's part of the weight's gradient stays here. The first backward afterwards adds it to its
+    own, reduces both at once, and lets go of the weights.
+    """
+
+    def __init__(self) -> None:
+        self.holds = False
+        self._weights: dict[nn.Module, _Weight] = {}
+        self._gradients: dict[nn.Module, _Gradient] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"Accumulation({len(self._weights)} gathered weights, "
+            f"{len(self._gradients)} gradients not reduced)"
+        )
+
+    def __bool__(self) -> bool:
+        return self.holds or bool(self._weights) or bool(self._gradients)
+
+    def gathered(self, module: Any, dtype: torch.dtype) -> Pending | None:
+        """The module's weight, if a micro-batch before has gathered it and it is the same."""
+        held = self._weights.get(module)
+        if held is None:
+            return None
+        if held.is_of(module.weight, dtype):
+            return Pending(held.gathered)
+        del self._weights[module]
+        return None
+
+    def keep_weight(self, module: Any, gathered: Tensor) -> None:
+        """Keep a module's gathered weight for the next micro-batch, if there is to be one."""
+        if not self.holds or module in self._weights:
+            return
+        shard = local_tensor(module.weight).detach()
+        values = shard.clone() if shard.device.type == "cpu" else None
+        self._weights[module] = _Weight(module.weight, versions(module.weight), values, gathered)
+
+    def keep_gradient(
+        self, module: nn.Module, part: Tensor, finish: Callable[[Tensor], None]
+    ) -> None:
+        """Keep this rank's part of a weight's gradient."""
+        before = self._gradients.get(module)
+        total = part if before is None else before.part.add_(part)
+        self._gradients[module] = _Gradient(total, finish)
+
+    def with_kept(self, module: nn.Module, part: Tensor) -> Tensor:
+        """This rank's part of a gradient that is about to be reduced, with what was kept."""
+        kept = self._gradients.pop(module, None)
+        return part if kept is None else kept.part.add_(part)
+
+    def settle(self) -> None:
+        """The last backward is over: reduce the gradients of modules that were not in it."""
+        self._weights.clear()
+        while self._gradients:
+            # In the order in which they were kept, which is that of every rank.
+            module = next(iter(self._gradients))
+            part, finish = self._gradients.pop(module)
+            finish(part)
