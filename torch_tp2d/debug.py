@@ -44,7 +44,7 @@ from ._torch_compat import (
     timeout_of,
     tree_leaves,
 )
-from .comm import Axis, transfers
+from .comm import Axis, pending
 from .comm.wires import Message, Wires, name_ranks
 from .mesh.grid import Grid
 from .mesh.layouts import TP_COL, TP_ROW
@@ -80,14 +80,14 @@ def enable(every: int = 1) -> None:
     if every < 1:
         raise ValueError(f"of every how many backward passes one is checked, not {every}")
     _every = every
-    transfers.watch = _watched
+    pending.watch = _watched
 
 
 def disable() -> None:
     """Turn debug mode off, on every rank."""
     global _every
     _every = 0
-    transfers.watch = None
+    pending.watch = None
 
 
 def is_on() -> bool:
