@@ -13,7 +13,7 @@ from ..comm import Axis, Pending, all_gather, link_of, transport_of
 from ..comm.groups import own_group
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh
 
-__all__ = ["Axes", "ask_sizes", "check_mesh", "flat_axis", "part_of", "on_mesh"]
+__all__ = ["Axes", "ask_sizes", "check_mesh", "flat_axis", "on_mesh", "part_of"]
 
 Axes = str | tuple[str, ...]
 

@@ -163,7 +163,7 @@ class WholeRunner(Runner):
         self.grad_layouts = grad_layouts
         self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
         self.surroundings = surroundings
-        self.local_math = local_math(module)
+        self.locally = local_math(module)
         self.grid = grid
         self.row_dim = row_dim
         self.declared, self.wanted = declared, wanted
@@ -281,11 +281,11 @@ class WholeRunner(Runner):
 
     def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
         """Whether the module takes tokens one by one, and each is whole where it lies."""
-        return self.local_math is not None and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
+        return self.locally is not None and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
 
     def _locally(self, module: Any, x: Tensor, layout: Layout) -> Tensor:
         """The module on a local shard: no DTensor dispatch."""
-        assert self.local_math is not None
+        assert self.locally is not None
         axes = [
             axis
             for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
@@ -293,7 +293,7 @@ class WholeRunner(Runner):
         ]
         ready = prepare_parameters(module, self.prepare, self.grid.context)
         params = SumGrads.apply(axes, self.grid.context, ready.weight, ready.bias)
-        return self.local_math(module, x, *params)
+        return self.locally(module, x, *params)
 
     def prepare(self, module: nn.Module) -> Prepared:
         """Take up the parameters."""
