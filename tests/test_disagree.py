@@ -367,7 +367,7 @@ def _unsummed(which: str) -> str:
     step()
     if which == "sum":
         # As where a module's layout is guessed wrong.
-        torch_tp2d.styles.replicated.summed = lambda parts, axes, like=None: list(parts)
+        torch_tp2d.styles.local_math.summed = lambda parts, axes, like=None: list(parts)
     if which == "value" and rank == 1:
         with torch.no_grad():
             model.norm.weight.to_local().mul_(1.01)

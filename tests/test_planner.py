@@ -90,7 +90,7 @@ def _named() -> str:
 
 def test_a_named_algorithm_is_what_runs() -> None:
     """It is a way of moving the weight: ``auto`` must not choose the dataflow that moves none."""
-    assert set(world.run(2, _named)) == {"_LinearRunner"}
+    assert set(world.run(2, _named)) == {"LinearRunner"}
 
 
 def _trained(rows: int, columns: int, sizes: tuple[int, int, int], plan: Any) -> float:

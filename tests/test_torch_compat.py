@@ -602,8 +602,10 @@ def test_importing_the_package_changes_nothing_of_torch() -> None:
 STATE = {
     "comm/axis.py": {"_links"},  # Rates of links, by process group.
     "comm/groups.py": {"_groups"},  # Process groups of our own, by world.
-    "comm/transfers.py": {"watch"},  # Debug mode's hook on every transfer.
-    "debug.py": {"_every", "_layers", "_passes", "_watches"},  # Debug mode, on or off.
+    "comm/pending.py": {"watch"},  # Debug mode's hook on every transfer.
+    "debug/collectives.py": {"_watches"},  # Debug mode, on or off.
+    "debug/copies.py": {"_every", "_passes"},
+    "debug/layers.py": {"_layers"},
     "integrations/transformers.py": {"handle", "waiting"},  # Modules until a model is called.
     "planner/rates.py": {"_assumed", "_known"},  # Rates of machines, by mesh.
     "runtime/context.py": {"_contexts"},  # A mesh's context, by mesh.
@@ -663,6 +665,6 @@ def test_what_the_package_remembers_is_known() -> None:
         for name in _kept(ast.parse(path.read_text())):
             found.setdefault(str(path.relative_to(PACKAGE)), set()).add(name)
     # Debug mode sets it from outside.
-    found["debug.py"].remove("watch")
-    found["comm/transfers.py"] = {"watch"}
+    assert found.pop("debug/switch.py") == {"watch"}
+    found["comm/pending.py"] = {"watch"}
     assert found == STATE

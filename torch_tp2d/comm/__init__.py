@@ -15,8 +15,8 @@ from .axis import (
     without_own,
 )
 from .moves import move, reshard_fused_grad
+from .pending import Pending
 from .transfers import (
-    Pending,
     all_gather,
     all_reduce,
     all_to_all,

@@ -2,28 +2,23 @@
 
 What is computed before its ``wait()`` overlaps with it; the matmul algorithms are written with
 these. They take uneven shards, padded on the wire only.
-
-Importing this module registers one operator with torch, ``torch_tp2d::arrived``, for graphs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch_compat import AutoDispatchBelowAutograd
 from .._torch_compat import c10d_functional as _c10d
 from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own
+from .pending import Pending
 
 __all__ = [
-    "Pending",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -35,91 +30,6 @@ __all__ = [
     "reduce_scatter",
     "shift",
 ]
-
-Started = Sequence[partial[Tensor]]
-
-watch: Callable[[Started], Callable[[], AbstractContextManager[Any]]] | None = None
-"""In debug mode, is given what a transfer is about to start, and gives a context for it to run in.
-
-Set by :mod:`torch_tp2d.debug`.
-"""
-
-
-class Pending:
-    """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps.
-
-    A transfer is one or more pieces, each a function that starts a collective of its first
-    argument.
-    """
-
-    __slots__ = ("_around", "_finish", "_pieces", "_value", "_wires")
-
-    def __init__(
-        self,
-        value: Tensor | None,
-        pieces: Started = (),
-        finish: Callable[[list[Tensor]], Tensor] | None = None,
-    ) -> None:
-        self._value = value
-        self._finish = finish
-        self._pieces = pieces
-        self._wires: list[Tensor] = []
-        if pieces:
-            self._around = _surroundings(pieces)
-            with self._around():
-                self._wires = [start() for start in pieces]
-
-    def wait(self, *, if_used: bool = False) -> Tensor:
-        """The tensor, when it is there.
-
-        Args:
-            if_used: in a graph, wait only if something is made of it.
-        """
-        if self._finish is None:
-            assert self._value is not None
-            return self._value
-        if not self._pieces:
-            return self._finish([])
-        if not if_used:
-            with self._around():
-                wires = [_c10d.wait_tensor.default(wire) for wire in self._wires]
-            return self._finish(wires)
-        sent = [piece.args[0] for piece in self._pieces]
-        return self._finish(list(map(_arrived, self._wires, sent)))
-
-
-def _surroundings(pieces: Started) -> Callable[[], AbstractContextManager[Any]]:
-    """The context for the ops of a transfer, entered when it starts and when it is awaited.
-
-    Nobody differentiates them (`move` does). Their autograd kernels are Python since torch 2.13,
-    and take longer than the ops themselves.
-    """
-    if torch.compiler.is_compiling():
-        return nullcontext
-    if watch is None:
-        return AutoDispatchBelowAutograd
-    watched = watch(pieces)
-
-    @contextmanager
-    def both() -> Iterator[None]:
-        with AutoDispatchBelowAutograd(), watched():
-            yield
-
-    return both
-
-
-@torch.library.custom_op("torch_tp2d::arrived", mutates_args=())
-def _arrived(wire: Tensor, sent: Tensor) -> Tensor:
-    """``wait_tensor``, which a graph keeps even if nothing uses it, without that effect.
-
-    What was sent is an argument for its memory not to be used again before.
-    """
-    return _c10d.wait_tensor.default(wire).clone()
-
-
-@_arrived.register_fake
-def _(wire: Tensor, sent: Tensor) -> Tensor:
-    return torch.empty_like(wire)
 
 
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:

@@ -7,103 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..comm import Axis, Pending, all_gather, link_of, move, transport_of
-from ..comm.groups import own_group
+from ..comm import Axis, Pending, move
 from ..runtime.context import Sizes, context_of
+from .axes import Axes, ask_sizes, check_mesh, flat_axis, on_mesh, part_of
+from .handed import hand_out, said_of
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
 __all__ = ["Axes", "Grid", "Sizes", "ask_sizes", "check_mesh", "describe_mesh", "part_of"]
-
-Axes = str | tuple[str, ...]
-
-_MESH_MEND = (
-    f'make it with init_device_mesh(device, (R, C), mesh_dim_names=("{TP_ROW}", "{TP_COL}")), or '
-    f'slice a larger one: mesh["{TP_ROW}", "{TP_COL}"]'
-)
-
-
-def check_mesh(mesh: Any) -> None:
-    """Refuse anything but a 2-D mesh named ``("tp_row", "tp_col")`` that holds this rank.
-
-    Raises:
-        TypeError: if ``mesh`` is not a DeviceMesh.
-        ValueError: for other dims or names, or if this rank is not on it.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"expected a DeviceMesh, but got {type(mesh).__name__}: {_MESH_MEND}")
-    if mesh.ndim != 2:
-        raise ValueError(
-            f"a 2-D style needs a 2-D mesh, but this one is {describe_mesh(mesh)}: {_MESH_MEND}"
-        )
-    if mesh.mesh_dim_names != (TP_ROW, TP_COL):
-        raise ValueError(
-            f'a 2-D style needs mesh dims named ("{TP_ROW}", "{TP_COL}") in this order, but this '
-            f"mesh is {describe_mesh(mesh)}: {_MESH_MEND}"
-        )
-    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in (0, 1)):
-        raise ValueError(
-            f"the ranks of the mesh {describe_mesh(mesh)} are {mesh.mesh.tolist()}, but a process "
-            f"group puts its own in ascending order, so they have to ascend along each axis: "
-            f"{_MESH_MEND}"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not on the mesh {describe_mesh(mesh)} of ranks "
-            f"{mesh.mesh.flatten().tolist()}: apply the plan only on ranks that are on it"
-        )
-
-
-def _flat_axis(mesh: DeviceMesh) -> Axis:
-    """Both axes as one line of N ranks, in row-major order.
-
-    A group of our own rather than ``mesh._flatten()``: once a flat mesh is registered, torch 2.13
-    gathers DTensors that shard one dim over both axes as one flat chunk, which misplaces elements
-    wherever the sizes do not divide.
-    """
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(
-            f"a style on both axes needs the ranks of the mesh in ascending order, row by row, but "
-            f"those of {describe_mesh(mesh)} are {mesh.mesh.tolist()}: {_MESH_MEND}"
-        )
-    transport = transport_of(mesh)
-    group = own_group(ranks, mesh.device_type, transport.own_groups)
-    return Axis(
-        name=f"{TP_ROW}_{TP_COL}",
-        parts=tuple(mesh.shape),
-        index=ranks.index(dist.get_rank()),
-        group=group.group_name,
-        transport=transport,
-        link=link_of(group),
-    )
-
-
-_HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
-"""What FSDP2, and a backward hook, put in the graph before a module: it changes no tensor."""
-
-_Handed = tuple[Sizes | None, Layout | None, Axes | None]
-
-
-def _handed(x: Tensor) -> _Handed:
-    """What :meth:`Grid.with_stand_in` has said of a tensor: its sizes, and its layout on axes.
-
-    FSDP2 hands its module other tensors than it is given, so it is kept with the graph as well.
-    """
-    found: _Handed | None = getattr(x, "_tp2d_handed", None)
-    if found is None and not torch.compiler.is_compiling():
-        node: Any = x.grad_fn
-        index = x.output_nr
-        while node is not None and node.name() in _HANDS_ON:
-            node, index = node.next_functions[index]
-        if node is not None and node is not x.grad_fn:
-            found = node.metadata.get(("_tp2d_handed", index))
-    return (None, None, None) if found is None else found
 
 
 class Grid:
@@ -124,7 +39,7 @@ class Grid:
         elif self.axes == TP_ROW:
             self.col, self.row = Axis.of(mesh, 0), Axis.of(mesh, 1)
         elif self.axes == (TP_ROW, TP_COL):
-            self.col = _flat_axis(mesh)
+            self.col = flat_axis(mesh)
             self.row = Axis("none", (1,), 0, "")
         else:
             raise ValueError(
@@ -139,7 +54,7 @@ class Grid:
 
     def on_mesh(self, layout: Layout) -> Layout:
         """A ``(row, col)`` layout as one on ``(tp_row, tp_col)``, for messages and tables."""
-        return _on_mesh(layout, self.axes)
+        return on_mesh(layout, self.axes)
 
     def placements(self, layout: Layout) -> tuple[Placement, Placement]:
         """A ``(row, col)`` layout as DTensor placements on the mesh."""
@@ -196,17 +111,17 @@ class Grid:
         """
         if isinstance(x, DTensor):
             return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
-        return _handed(x)[0]
+        return said_of(x)[0]
 
     def handed(self, x: Tensor) -> Layout | None:
         """The layout in which a style has handed out this very local tensor.
 
         None if none has, or one on other axes, in whose terms alone the layout can be said.
         """
-        _, layout, axes = _handed(x)
+        _, layout, axes = said_of(x)
         if layout is None or axes is None or axes == self.axes:
             return layout
-        row, col = _on_mesh(normalize(layout, x.ndim), axes)
+        row, col = on_mesh(normalize(layout, x.ndim), axes)
         if isinstance(row, Shard) and row == col and TP_ROW in (axes, self.axes):
             return None  # The shards of one axis inside those of the other.
         if self.axes == TP_COL:
@@ -220,11 +135,11 @@ class Grid:
 
         Every rank sees the same.
         """
-        _, layout, axes = _handed(x)
+        _, layout, axes = said_of(x)
         if layout is None or axes is None or (axes == self.axes and layout == declared):
             return None
         handed, declared = (
-            _on_mesh(normalize(layout, x.ndim), of)
+            on_mesh(normalize(layout, x.ndim), of)
             for layout, of in ((layout, axes), (declared, self.axes))
         )
         pairs = zip(self.mesh.shape, handed, declared, strict=True)
@@ -324,7 +239,7 @@ class Grid:
             dim = self._empty_here(known, x.ndim, layout, self.col)
             if dim is None or x.shape[dim] != 1:
                 return x
-        return self._hand(x.narrow(dim, 0, 0), self.sizes_of(x), layout)
+        return hand_out(x.narrow(dim, 0, 0), self.sizes_of(x), layout, self.axes)
 
     def with_stand_in(
         self, x: Tensor, layout: Layout, sizes: Sizes | None, *, given: Tensor | None = None
@@ -352,18 +267,7 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        return self._hand(x, sizes, layout)
-
-    def _hand(self, x: Tensor, sizes: Sizes | None, layout: Layout) -> Tensor:
-        if torch.compiler.is_compiling():
-            # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not
-            # on what an autograd.Function did.
-            x = x.view_as(x)
-        x._tp2d_handed = handed = sizes, layout, self.axes  # type: ignore[attr-defined]
-        node: Any = None if torch.compiler.is_compiling() else x.grad_fn
-        if node is not None:
-            node.metadata["_tp2d_handed", x.output_nr] = handed
-        return x
+        return hand_out(x, sizes, layout, self.axes)
 
     def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
@@ -436,26 +340,6 @@ class Grid:
         if _shards(layout[1 - on_col], dim):
             extent = other.split(extent)[other.index]
         return axis.split(extent)
-
-
-def part_of(extent: int, cuts: Sequence[Axis]) -> int:
-    """How much of a dim lies here, if each of the axes cuts what those before it have left."""
-    for axis in cuts:
-        extent = axis.split(extent)[axis.index]
-    return extent
-
-
-def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
-    """What is of this size here, of which it is on the other ranks of the axis; all of them ask."""
-    return all_gather(torch.tensor([size], device=device), 0, (1,) * axis.size, axis)
-
-
-def _on_mesh(layout: Layout, axes: Axes) -> Layout:
-    """A layout in the terms of ``axes`` as one on ``(tp_row, tp_col)``."""
-    row, col = layout
-    if axes == TP_ROW:
-        return col, row
-    return (row, col) if axes == TP_COL else (col, col)
 
 
 def _shards(placement: Placement, dim: int) -> bool:

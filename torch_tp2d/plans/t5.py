@@ -15,8 +15,8 @@ from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.layouts import TP_COL, Layout
 from ..styles.attention import Attention2D
 from ..styles.base import GridStyle, Resolved, Runner, local_shards
+from ..styles.local_math import SumGrads
 from ..styles.module_kinds import describe_module, is_embedding
-from ..styles.replicated import SumGrads
 from .losses import LossOfLabels
 from .parts import Parts, Plan
 

@@ -4,11 +4,12 @@ Their weights are gathered then, as FSDP2 does. And in backward the nodes that w
 gradients of parameters come late, since autograd runs first what was made last: what those wait
 for has arrived by then.
 
-Which modules come next is what came next in the model's forward before; in backward, what ran
-before in this forward. Every rank has seen the same, so every rank starts the same gathers in the
-same order. Nothing is taken up for longer than one forward of the model that
-:func:`torch_tp2d.parallelize_module` was called with, nor across a hook of the user's: whatever
-changes parameters between two forwards, or in a hook, comes into force.
+Which modules come next is what came next in the model's forward before; in backward
+(:mod:`~torch_tp2d.runtime.regather`), what ran before in this forward. Every rank has seen the
+same, so every rank starts the same gathers in the same order. Nothing is taken up for longer than
+one forward of the model that :func:`torch_tp2d.parallelize_module` was called with, nor across a
+hook of the user's: whatever changes parameters between two forwards, or in a hook, comes into
+force.
 """
 
 from __future__ import annotations
@@ -22,30 +23,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
+from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
 from ..comm import Pending
 from .context import Context, in_backward, selective_region
-from .reductions import Backward, backward_of
+from .reductions import backward_of
+from .regather import GATHERED_AHEAD, WeightRegather, is_whole
 from .versions import versions
 
 __all__ = [
     "AHEAD",
-    "GATHERED_AHEAD",
     "Forward",
     "Pass",
     "Prepared",
-    "WeightRegather",
     "prepare_parameters",
 ]
 
 AHEAD = 8
 """How many modules ahead: those of a transformer's layer."""
-
-GATHERED_AHEAD = 4
-"""The most gathered weights that wait for their turn."""
 
 
 @dataclass
@@ -183,7 +178,7 @@ class Pass:
                 break
             module: Any = self.foreseen[next_one]
             runner = module.__dict__.get("_tp2d")
-            if runner is None or not _is_whole(module, runner.grid.mesh):
+            if runner is None or not is_whole(module, runner.grid.mesh):
                 break
             ready = runner.prepare(module)
             ready.remember()
@@ -201,19 +196,6 @@ class Pass:
         for _, ready in self._ahead:
             ready.drop()
         self._ahead.clear()
-
-
-def _is_whole(module: Any, mesh: DeviceMesh) -> bool:
-    """Whether a module's weight is there as it is, on every rank or on none.
-
-    FSDP2, if it shards the weight too, puts another on the module while its part is not gathered. A
-    parametrized weight is computed anew each time.
-    """
-    params = parameters_of(module)
-    if "weight" not in params:
-        return False
-    weight = params["weight"]
-    return not isinstance(weight, DTensor) or weight.device_mesh == mesh
 
 
 def prepare_parameters(
@@ -353,53 +335,3 @@ def _begins_unit(entered: Sequence[nn.Module], after: nn.Module) -> bool:
 def _is_users(hook: Any) -> bool:
     owner = getattr(hook, "__module__", None) or type(hook).__module__
     return not owner.startswith(("torch_tp2d.", "torch.distributed."))
-
-
-class WeightRegather:
-    """A weight's gather for backward, if the forward's was not kept.
-
-    Those of one forward are a chain, from each to that of the module before it.
-
-    Args:
-        module: whose weight it is.
-        shard: of the weight.
-        gather: starts the gather of the shard.
-    """
-
-    def __init__(
-        self, module: Any, shard: Tensor, gather: Callable[[Tensor], Pending], context: Context
-    ) -> None:
-        self._module, self._shard, self._gather = module, shard.detach(), gather
-        self._moving: Pending | None = None
-        self._taken = False
-        running = None if in_backward() else context.running
-        self._before = None if running is None else running.last_regather
-        if running is not None:
-            running.last_regather = self
-
-    def _start(self, backward: Backward) -> bool:
-        if self._moving is None:
-            if self._taken or not _is_whole(self._module, self._module._tp2d.grid.mesh):
-                return False
-            self._moving = self._gather(self._shard)
-            backward.at_end.append(self._abandon)
-        return True
-
-    def _abandon(self) -> None:
-        if self._moving is not None:
-            # This backward did not come here. Another may, and then gathers again.
-            self._moving.wait()
-            self._moving = None
-
-    def take(self) -> Pending:
-        """This gather, started by now."""
-        moving, self._moving, self._taken = self._moving, None, True
-        return self._gather(self._shard) if moving is None else moving
-
-    def start_those_before(self, backward: Backward) -> None:
-        """Start what backward comes to next: its gathers travel while this module computes."""
-        link = self._before
-        for _ in range(GATHERED_AHEAD):
-            if link is None or not link._start(backward):
-                break
-            link = link._before

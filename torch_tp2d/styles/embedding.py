@@ -18,9 +18,9 @@ from .base import LayoutLike, Resolved, Runner, check_dims, local_shards
 from .boundary import Entry, Exit, to_dtensor
 
 if TYPE_CHECKING:
-    from .linear import _MatmulStyle
+    from .linear.options import MatmulOptions
 
-__all__ = ["EmbeddingRunner"]
+__all__ = ["EmbeddingRunner", "PatchRunner"]
 
 
 class EmbeddingRunner(Runner):
@@ -96,7 +96,7 @@ class EmbeddingRunner(Runner):
 class PatchRunner(Runner):
     """Cuts this row's images into patches, and computes this column's features of each."""
 
-    def __init__(self, style: _MatmulStyle, module: Any, grid: Grid, weight: Layout) -> None:
+    def __init__(self, style: MatmulOptions, module: Any, grid: Grid, weight: Layout) -> None:
         self.style = style.rule.style
         self.grid = grid
         self.weight_layout, self.weight_shape = weight, tuple(module.weight.shape)

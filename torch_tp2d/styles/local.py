@@ -14,8 +14,8 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
 from .base import GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
+from .local_math import run_locally
 from .module_kinds import describe_module
-from .replicated import run_locally
 from .surroundings import UNKNOWN
 
 __all__ = ["Local2D"]

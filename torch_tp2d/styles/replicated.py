@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed.tensor as dt
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._once import once_differentiable
-from .._torch_compat import hooks_again, parameters_of
-from ..comm import Axis
+from .._torch_compat import parameters_of
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
-from ..runtime.context import Context
 from ..runtime.prefetch import Prepared, prepare_parameters
-from ..runtime.reductions import summed
 from .base import (
     AS_INPUT,
     AT_FIRST_FORWARD,
@@ -31,10 +25,11 @@ from .base import (
 )
 from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner
+from .local_math import SumGrads, local_math, run_locally, settle_after_backward
 from .module_kinds import describe_module, is_embedding
 from .surroundings import UNKNOWN, Surroundings
 
-__all__ = ["Replicate", "SumGrads", "WholeRunner", "run_locally"]
+__all__ = ["Replicate", "WholeRunner"]
 
 _WHOLE: Layout = dt.Replicate(), dt.Replicate()
 
@@ -147,7 +142,7 @@ class WholeRunner(Runner):
     def installed(self, module: nn.Module) -> None:
         for param in module.parameters():
             if param.requires_grad and isinstance(param, DTensor):
-                _settle_after_backward(param)
+                settle_after_backward(param)
 
     def __init__(
         self,
@@ -168,7 +163,7 @@ class WholeRunner(Runner):
         self.grad_layouts = grad_layouts
         self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
         self.surroundings = surroundings
-        self.locally = _local_math(module)
+        self.locally = local_math(module)
         self.grid = grid
         self.row_dim = row_dim
         self.declared, self.wanted = declared, wanted
@@ -323,108 +318,3 @@ def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
         for name, param in parameters_of(owner).items()
         if param is not None
     ]
-
-
-def run_locally(
-    params: Sequence[tuple[nn.Module, str]],
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    grid: Grid,
-    *,
-    shares_on_col: bool = True,
-) -> Any:
-    """A module as it is on local tensors: its parameters are plain ones while it runs.
-
-    Args:
-        params: owner and name of those that are on the mesh.
-        shares_on_col: the gradients of different columns are shares too, as those of rows are.
-    """
-    row, col = ([axis] if axis.size > 1 else [] for axis in (grid.row, grid.col))
-    on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
-    shards = local_shards(*on_mesh)
-    split = [isinstance(param.placements[1], Shard) for param in on_mesh]
-    on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
-    on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
-    summed_on_row = iter(SumGrads.apply(row, grid.context, *on_row))
-    axes = [*row, *col] if shares_on_col else row
-    summed_on_both = iter(SumGrads.apply(axes, grid.context, *on_both))
-    for (owner, name), is_split in zip(params, split, strict=True):
-        # Found before the parameter of this name, which stays where it is.
-        object.__setattr__(owner, name, next(summed_on_row if is_split else summed_on_both))
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        for owner, name in params:
-            object.__delattr__(owner, name)
-
-
-_LocalMath = Callable[..., Tensor]
-
-
-def _layer_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
-
-
-def _rms_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
-
-
-def _linear(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-def _local_math(module: nn.Module) -> _LocalMath | None:
-    """The forward of torch's own modules that take tokens one by one."""
-    own = type(module).forward
-    if own is nn.Linear.forward:
-        return _linear
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1:
-        if own is nn.LayerNorm.forward:
-            return _layer_norm
-        if own is nn.RMSNorm.forward:
-            return _rms_norm
-    return None
-
-
-class SumGrads(torch.autograd.Function):
-    """Whole parameters used on different tokens: their gradients are summed, in one transfer."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, axes: Sequence[Axis], context: Context, *params: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.axes, ctx.context = axes, context
-        return tuple(None if p is None else p.view_as(p) for p in params)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *summed(grads, ctx.axes, ctx.context)
-
-
-def _settle_after_backward(param: DTensor) -> None:
-    if not hooks_again(param, _settle_grad):
-        param.register_post_accumulate_grad_hook(_settle_grad)
-
-
-def _settle_grad(param: DTensor) -> None:
-    """Place a gradient as its parameter, once, instead of in each op that reads it.
-
-    DTensor leaves it a partial sum, or split by a dim that an operation before it was split by.
-    """
-    grad = param.grad
-    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(param.placements):
-        grid = Grid(param.device_mesh)
-        (row, col), (wanted_row, wanted_col) = grad.placements, param.placements
-        local = grid.redistribute(
-            grad.to_local(), (row, col), (wanted_row, wanted_col), shape=grad.shape
-        )
-        param.grad = DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=grad.shape,
-            stride=param.stride(),
-        )

@@ -22,8 +22,8 @@ from torch import Tensor
 from ..._once import once_differentiable
 from ...comm import Pending, all_reduce
 from ...runtime.deferred import Again, Gathering, LazyResult, Products, Transfer, undeferred
-from ...runtime.prefetch import WeightRegather
 from ...runtime.reductions import PendingReduction, backward_of
+from ...runtime.regather import WeightRegather
 from . import traced
 from .call import Call, Forward, Gradients, Needs
 from .collective import SQUARE, WHOLE, ab, abt, atb, atb_sum, prefetch

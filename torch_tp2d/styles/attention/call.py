@@ -15,7 +15,7 @@ from ...mesh.grid import describe_mesh
 from ...ops.attention import Heads, Order, Spec, gathered, ring
 from ...ops.attention.block import attend_to_all, repeat_heads
 from ...ops.dropout import drop, dropped
-from ..dropout import next_key
+from ..masks import next_key
 from ..module_kinds import describe_module
 from .blocks import SEQUENCE, two_phase_on
 from .tokens import Tokens

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate
 
 from ...mesh.grid import Grid, describe_mesh
 from ..base import Resolved, Runner
-from ..dropout import Masks
 from ..intercept import Intercept
+from ..masks import Masks
 from ..module_kinds import describe_module
 from .call import Call
 from .tokens import Tokens

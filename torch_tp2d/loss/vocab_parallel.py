@@ -1,33 +1,24 @@
-"""Cross entropy on the 2-D mesh."""
+"""``cross_entropy`` of logits that lie on the 2-D mesh, which never gathers them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.overrides import TorchFunctionMode
 
-from ._torch_compat import (
-    DisableTorchFunctionSubclass,
-    StridedShard,
-    disable_dynamo,
-    make_wrapper_subclass,
-    root_mesh,
-)
-from .comm import Axis, move
-from .mesh.grid import Grid, check_mesh, describe_mesh
-from .mesh.layouts import TP_COL, TP_ROW
-from .ops.cross_entropy import token_losses
+from .._torch_compat import StridedShard, disable_dynamo, root_mesh
+from ..comm import Axis, move
+from ..mesh.grid import Grid, check_mesh, describe_mesh
+from ..mesh.layouts import TP_COL, TP_ROW
+from ..ops.cross_entropy import token_losses
 
-__all__ = ["cross_entropy", "loss_parallel"]
+__all__ = ["as_dtensor", "cross_entropy", "loss_of"]
 
 Placements = tuple[Placement, ...]
 
@@ -91,93 +82,13 @@ def cross_entropy(
             f"(output_layouts=(Replicate(), Replicate()))"
         )
     check_mesh(logits.device_mesh)
-    return _loss(logits, target, weight, ignore_index, reduction, label_smoothing, class_dim)
-
-
-@contextmanager
-def loss_parallel() -> Iterator[None]:
-    """:func:`torch.distributed.tensor.parallel.loss_parallel` for logits on a 2-D mesh.
-
-    :func:`torch.nn.functional.cross_entropy` and :class:`torch.nn.CrossEntropyLoss` of a DTensor
-    are :func:`cross_entropy` inside, with torch's own arguments: classes in dim 1 of more than two,
-    ``weight``, ``ignore_index``, ``reduction`` and ``label_smoothing``. So the loss line of a
-    one-dimensional plan stays as it is. What differs from torch's context:
-
-    - The mean is over all tokens of the mesh, and the loss a plain scalar, the same on every rank.
-      Only on other meshes than ``("tp_row", "tp_col")`` is it a replicated DTensor, as torch's.
-    - Targets and class weights may be plain tensors, whole on every rank.
-    - ``backward()`` may be called inside or after.
-    - Nothing is changed but what this thread calls: no other thread, no other ``log_softmax``.
-
-    Logits may be flattened inside, ``logits.flatten(0, 1)``, whatever the batch and the mesh.
-    Outside, DTensor refuses to flatten a batch that does not divide over the mesh; inside, what
-    comes of that can be cast, and a loss made of it, nothing else.
-
-    A plain tensor's loss is torch's own.
-
-    Raises:
-        TypeError: inside, by :func:`torch.nn.functional.nll_loss` of a DTensor.
-        ValueError: inside, for logits on the ``tp_row`` or ``tp_col`` of a larger mesh alone, which
-            do not tell what the other axis does; and as :func:`cross_entropy`.
-
-    Example::
-
-        >>> with torch_tp2d.loss_parallel():
-        ...     pred = model(ids)                    # lm_head: Colwise2D(use_local_output=False)
-        ...     loss = F.cross_entropy(pred.flatten(0, 1), target.flatten(0, 1))
-        ...     loss.backward()
-    """
-    with _LossParallel():
-        yield
-
-
-class _LossParallel(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], DTensor | _FlatLogits):
-            if func is F.cross_entropy:
-                return _as_torch(*args, **kwargs)
-            if func is F.nll_loss:
-                raise TypeError(
-                    f"nll_loss of a DTensor of shape {tuple(args[0].shape)} inside "
-                    f"torch_tp2d.loss_parallel(): it would take log_softmax to gather the "
-                    f"vocabulary, and means over ranks of unlike many tokens would be averaged. "
-                    f"Use F.cross_entropy on the logits"
-                )
-            if func in _FLATTENING and isinstance(args[0], DTensor):
-                return _flatten(func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _as_torch(
-    input: DTensor | _FlatLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """:func:`torch.nn.functional.cross_entropy` with its own parameters."""
-    if size_average is not None or reduce is not None:
-        whole = "sum" if size_average is False else "mean"
-        reduction = "none" if reduce is False else whole
-    if isinstance(input, DTensor):
-        class_dim = 1 if input.ndim > 1 else 0
-        return _loss(input, target, weight, ignore_index, reduction, label_smoothing, class_dim)
-    if reduction == "none":
-        raise input.error
-    target = input.unflatten_target(target)
-    return _loss(input.whole, target, weight, ignore_index, reduction, label_smoothing, -1)
+    return loss_of(logits, target, weight, ignore_index, reduction, label_smoothing, class_dim)
 
 
 # A graph cannot look up what a mesh is made of, nor hand out a DTensor that is a view of what it
 # was given: a compiled loss is run as it is, between two graphs.
 @disable_dynamo
-def _loss(
+def loss_of(
     logits: DTensor,
     target: Tensor,
     weight: Tensor | None,
@@ -186,6 +97,7 @@ def _loss(
     label_smoothing: float,
     class_dim: int,
 ) -> Tensor:
+    """:func:`cross_entropy` on any mesh; on others than a grid the loss is a replicated DTensor."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction is "mean", "sum" or "none", not {reduction!r}')
     if not 0.0 <= label_smoothing <= 1.0:
@@ -234,13 +146,13 @@ def _loss(
         axes=vocab_axes,
     )
     if reduction == "none":
-        return _to_dtensor(losses, mesh, tokens, shape)
+        return as_dtensor(losses, mesh, tokens, shape)
     total = _sum_over(losses.sum(), token_axes)
     if reduction == "mean":
         total = _mean(total, local_target, whole_target, weight, ignore_index, token_axes)
     if mesh.mesh_dim_names == (TP_ROW, TP_COL):
         return total
-    return _to_dtensor(total, mesh, (Replicate(),) * mesh.ndim, ())
+    return as_dtensor(total, mesh, (Replicate(),) * mesh.ndim, ())
 
 
 def _axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
@@ -291,7 +203,7 @@ def _sum_over(value: Tensor, axes: Sequence[Axis]) -> Tensor:
     return value
 
 
-def _to_dtensor(
+def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]
 ) -> DTensor:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -379,79 +291,3 @@ def _whole_weight(weight: Tensor, vocab: int, mesh: DeviceMesh) -> Tensor:
             f"{describe_mesh(mesh)}"
         )
     return weight.redistribute(placements=(Replicate(),) * mesh.ndim).to_local()
-
-
-class _FlatLogits(Tensor):
-    """Logits ``[B, S, V]`` as ``[B * S, V]``, where DTensor has no placement for that.
-
-    A batch of 3 on two rows leaves 2 S tokens and S, which no Shard of 3 S is. A loss needs no such
-    placement; anything else, a change of dtype excepted, raises what DTensor raised.
-    """
-
-    whole: DTensor
-    error: RuntimeError
-
-    @staticmethod
-    def __new__(cls, whole: DTensor, error: RuntimeError) -> _FlatLogits:
-        self: _FlatLogits = make_wrapper_subclass(
-            cls,
-            (math.prod(whole.shape[:-1]), whole.shape[-1]),
-            dtype=whole.dtype,
-            device=whole.device,
-            requires_grad=whole.requires_grad,
-        )
-        self.whole, self.error = whole, error
-        return self
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"flattened({self.whole!r})"
-
-    def unflatten_target(self, target: Tensor) -> Tensor:
-        """A target ``[B * S]``, or this rank's part of it, with the dims of the tokens again."""
-        for shape in (self.whole.shape[:-1], self.whole.to_local().shape[:-1]):
-            if tuple(target.shape) == (math.prod(shape),):
-                return target.view(shape)
-        return target
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _CASTING and isinstance(args[0], _FlatLogits):
-            return _FlatLogits(func(args[0].whole, *args[1:], **kwargs), args[0].error)
-        with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise next(arg.error for arg in args if isinstance(arg, _FlatLogits))
-
-
-_CASTING = frozenset(
-    (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.contiguous)
-)
-_FLATTENING = frozenset((Tensor.flatten, torch.flatten, Tensor.view, Tensor.reshape, torch.reshape))
-
-
-@disable_dynamo
-def _flatten(func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-    """``func(*args, **kwargs)``, or what stands for logits that DTensor cannot flatten."""
-    x = args[0]
-    flat = math.prod(x.shape[:-1]), x.shape[-1]
-    try:
-        result = func(*args, **kwargs)
-    except RuntimeError as error:
-        wanted = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs).shape
-        if x.ndim < 3 or wanted != flat:
-            raise
-        return _FlatLogits(x, error)
-    if not isinstance(result, DTensor) or x.ndim < 3 or result.shape != flat:
-        return result
-    if any(isinstance(p, StridedShard) for p in result.placements):
-        # DTensor flattens a sequence that does not divide, but fails in backward to undo it.
-        local = x.to_local(grad_placements=x.placements).flatten(0, -2)
-        return _to_dtensor(local, x.device_mesh, result.placements, flat)
-    return result

@@ -1,118 +1,30 @@
-"""Stock parallel styles on a 2-D mesh."""
+"""``PrepareModuleInput`` and ``PrepareModuleOutput`` on a grid: hooks that lay tensors out."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
 
-from .._torch_compat import disable_current_modes
-from ..comm import all_gather
-from ..mesh.grid import Axes, Grid, describe_mesh
-from ..mesh.layouts import TP_COL, Layout, as_layout, check_row_dim, normalize
-from .base import GridStyle, Resolved, Runner
-from .boundary import gather_for_module, to_dtensor
-from .dropout import OTHER_KINDS, Dropout2D
-from .linear import Colwise2D, Rowwise2D
-from .module_kinds import describe_module
-from .replicated import WholeRunner
+from ..._torch_compat import disable_current_modes
+from ...comm import all_gather
+from ...mesh.grid import Grid, describe_mesh
+from ...mesh.layouts import Layout, as_layout, normalize
+from ..base import GridStyle, Resolved, Runner
+from ..boundary import gather_for_module, to_dtensor
+from ..linear import Colwise2D
+from ..module_kinds import describe_module
 
-__all__ = ["Lifted"]
+__all__ = ["LiftedPrepare"]
 
 
-class _LiftedColwise(Colwise2D):
-    """ColwiseParallel along tp_col: the weight is whole on every row, the tokens are split."""
-
-    shards_over_row = False
-
-
-class _LiftedRowwise(Rowwise2D):
-    """RowwiseParallel along tp_col: the weight is whole on every row, the tokens are split."""
-
-    shards_over_row = False
-
-
-class _LiftedSequence(GridStyle):
-    """SequenceParallel along tp_col: whole parameters, tokens split over both axes."""
-
-    def __init__(self, sequence_dim: int, use_local_output: bool, row_dim: int) -> None:
-        super().__init__()
-        self.row_dim = row_dim
-        self.layout: Layout = Shard(row_dim), Shard(sequence_dim)
-        self.use_local_output = use_local_output
-
-    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
-        for owner in module.modules():
-            for name, _ in owner.named_parameters(recurse=False):
-                yield owner, name, (Replicate(), Replicate())
-
-    def check(self, module: nn.Module, grid: Grid) -> None:
-        super().check(module, grid)
-        if isinstance(module, OTHER_KINDS) and module.p:
-            raise ValueError(
-                f"{describe_module(module)} drops more than single elements, which is not defined "
-                f"on shards here: use nn.Dropout in its place, or set its p to 0"
-            )
-        if _is_dropout(module):
-            Dropout2D(row_dim=self.row_dim).check(module, grid)
-
-    def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        runner = WholeRunner(
-            "SequenceParallel",
-            module,
-            grid,
-            self.row_dim,
-            self.layout,
-            None,
-            self.use_local_output,
-            enforce_input=True,
-        )
-        if not _is_dropout(module):
-            return runner
-        return _SequenceDropout(runner, Dropout2D(row_dim=self.row_dim).runner(module, grid))
-
-
-def _is_dropout(module: nn.Module) -> bool:
-    return isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward
-
-
-class _SequenceDropout(Runner):
-    """Dropout as SequenceParallel lays it out, with a mask for each shard.
-
-    DTensor's own draws the same on every rank of a CPU mesh: each shard loses the same elements.
-    """
-
-    style = "SequenceParallel"
-
-    def __init__(self, whole: WholeRunner, masks: Runner) -> None:
-        self.whole, self.masks = whole, masks
-        self.grid = whole.grid
-
-    def resolved(self) -> Resolved:
-        return self.whole.resolved()
-
-    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def drop(x: Tensor) -> Tensor:
-            return self.masks.run(module, forward, x)
-
-        return self.whole.run(module, drop, *args, **kwargs)
-
-
-class _LiftedPrepare(GridStyle):
+class LiftedPrepare(GridStyle):
     """PrepareModuleInput and PrepareModuleOutput along tp_col, as hooks on the module."""
 
     is_hook = True
@@ -440,148 +352,3 @@ class _OutputHook(_Hook):
             for value, given in zip(values, self.outputs, strict=True)
         )
         return prepared if several else prepared[0]
-
-
-def _matmul(kind: type[Colwise2D] | type[Rowwise2D]) -> Callable[..., GridStyle]:
-    def lift(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
-        return kind(
-            input_layouts=style.input_layouts[0],
-            output_layouts=style.output_layouts[0],
-            use_local_output=style.use_local_output if use_local is None else use_local,
-            row_dim=row_dim,
-        )
-
-    return lift
-
-
-def _sequence(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
-    (sharding,) = style.sequence_sharding
-    local = style.use_local_output if use_local is None else use_local
-    return _LiftedSequence(sharding.dim, local, row_dim)
-
-
-def _prepare_input(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
-    return _LiftedPrepare(style, None, _asked(style, use_local), True, row_dim)
-
-
-def _asked(style: PrepareModuleInput, use_local: bool | None) -> bool | None:
-    """What was said of the inputs. Stock's default, a DTensor, says nothing."""
-    return True if use_local is None and style.use_local_output else use_local
-
-
-def _prepare_output(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
-    local = style.use_local_output if use_local is None else use_local
-    return _LiftedPrepare(None, style, True, local, row_dim)
-
-
-def _prepare_both(style: Any, use_local: bool | None, row_dim: int) -> GridStyle:
-    outputs = style.prepare_module_output
-    local = outputs.use_local_output if use_local is None else use_local
-    inputs = style.prepare_module_input
-    return _LiftedPrepare(inputs, outputs, _asked(inputs, use_local), local, row_dim)
-
-
-_LIFTS: Mapping[type[ParallelStyle], Callable[[Any, bool | None, int], GridStyle]] = {
-    ColwiseParallel: _matmul(_LiftedColwise),
-    RowwiseParallel: _matmul(_LiftedRowwise),
-    SequenceParallel: _sequence,
-    PrepareModuleInput: _prepare_input,
-    PrepareModuleOutput: _prepare_output,
-    PrepareModuleInputOutput: _prepare_both,
-}
-
-
-class Lifted(GridStyle):
-    """A stock style on the 2-D mesh. :func:`torch_tp2d.parallelize_module` makes it by itself.
-
-    The style acts along ``tp_col`` with its tokens split over ``tp_row``, so that its layouts
-    line up with its 2-D namesake's and the two are interchangeable, layer by layer: wherever the
-    stock style says ``p``, the layout is ``(Shard(row_dim), p)``. Weights are 1/C on a rank, whole
-    along ``tp_row``, as DTensors on the 2-D mesh; their gradients are summed along ``tp_row``.
-
-    ``PrepareModuleInput`` hands its module DTensors of the global shape if a Colwise module inside
-    hands on DTensors (``use_local_output=False``), since the module's own code works on them then,
-    and local tensors of this row's tokens otherwise, since a DTensor would show it the whole batch.
-    Stock's default, ``use_local_output=False``, is what most plans leave it at and asks for
-    neither; ``use_local_output=True`` does, and so does ``Lifted(style, use_local_output=...)``.
-    ``SequenceParallel`` gives a DTensor, as in stock.
-
-    Of its inputs, what is sharded holds tokens, ``(Shard(row_dim), p)``, and so does the first. Any
-    other that is declared ``Replicate()``, a table of positions or a mask, is the same on every
-    row: ``(Replicate(), Replicate())``. Before the first of them becomes a DTensor the ranks
-    compare theirs. ``PrepareModuleInput`` and ``PrepareModuleOutput`` also take a pair
-    ``(tp_row, tp_col)`` in place of a placement, which says it for one tensor:
-    ``input_layouts=(Shard(1), (Shard(0), Replicate()))`` for a mask of this row's samples.
-
-    Args:
-        style: an instance of one of torch's own style classes.
-        axes: ``"tp_col"``; ``"tp_row"`` to swap the two axes' parts; or
-            ``("tp_row", "tp_col")`` to act on both flattened into one line of N ranks, where
-            tokens are not split beforehand.
-        use_local_output: overrides the style's own (for PrepareModuleInputOutput, of both).
-        row_dim: the token dim that the other axis splits.
-
-    Raises:
-        TypeError: for a style that is not one of torch's own.
-        ValueError: when applied, where inputs become DTensors and it is not clear which of those
-            declared ``Replicate()`` hold tokens; in the first forward, if one that does not is
-            not the same on every rank.
-
-    Example::
-
-        >>> plan = {"attn": Lifted(PrepareModuleInput(input_layouts=Shard(1),
-        ...                                           desired_input_layouts=Replicate()),
-        ...                        use_local_output=False)}
-    """
-
-    def __init__(
-        self,
-        style: ParallelStyle,
-        *,
-        axes: Axes = TP_COL,
-        use_local_output: bool | None = None,
-        row_dim: int = 0,
-    ) -> None:
-        super().__init__()
-        check_row_dim(row_dim)
-        lift = _LIFTS.get(type(style))
-        if lift is None:
-            raise TypeError(
-                f"{type(style).__name__} is not one of {[kind.__name__ for kind in _LIFTS]}, so "
-                f"what it does on a 2-D mesh is not known: use a 2-D style, or derive it from "
-                f"torch_tp2d.GridStyle"
-            )
-        self.style = style
-        self.axes = axes
-        self.use_local_output = use_local_output
-        self.row_dim = row_dim
-        self.lifted = lift(style, use_local_output, row_dim)
-        self.lifted.axes = axes
-        self.is_hook = self.lifted.is_hook
-        self.places_inside = self.lifted.places_inside
-
-    def check(self, module: nn.Module, grid: Grid) -> None:
-        self.lifted.check(module, grid)
-
-    def beside(self, giving: Collection[int]) -> Lifted:
-        """This style in a plan that makes modules of the ids ``giving`` hand on DTensors."""
-        if not isinstance(self.lifted, _LiftedPrepare):
-            return self
-        told = copy.copy(self)
-        told.lifted = copy.copy(self.lifted)
-        told.lifted.giving = giving
-        return told
-
-    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
-        return self.lifted.param_layouts(module)
-
-    def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        return self.lifted.runner(module, grid)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.lifted.src_data_rank = self.src_data_rank
-        return self.lifted._apply(module, device_mesh)
-
-    def __repr__(self) -> str:
-        rows = f", row_dim={self.row_dim}" if self.row_dim else ""
-        return f"Lifted({self.style!r}, axes={self.axes!r}{rows})"

@@ -1,0 +1,49 @@
+"""What is known of a local tensor that a style has handed to the user's code, kept with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.context import Sizes
+from .axes import Axes
+from .layouts import Layout
+
+__all__ = ["Handed", "hand_out", "said_of"]
+
+Handed = tuple[Sizes | None, Layout | None, Axes | None]
+"""Its sizes, and its layout on axes."""
+
+_HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
+"""What FSDP2, and a backward hook, put in the graph before a module: it changes no tensor."""
+
+
+def hand_out(x: Tensor, sizes: Sizes | None, layout: Layout, axes: Axes) -> Tensor:
+    """``x``, for the user's code, with what :func:`said_of` is to find."""
+    if torch.compiler.is_compiling():
+        # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not on
+        # what an autograd.Function did.
+        x = x.view_as(x)
+    x._tp2d_handed = handed = sizes, layout, axes  # type: ignore[attr-defined]
+    node: Any = None if torch.compiler.is_compiling() else x.grad_fn
+    if node is not None:
+        node.metadata["_tp2d_handed", x.output_nr] = handed
+    return x
+
+
+def said_of(x: Tensor) -> Handed:
+    """What :func:`hand_out` was told of a tensor; of one that it has not seen, nothing.
+
+    FSDP2 hands its module other tensors than it is given, so it is kept with the graph as well.
+    """
+    found: Handed | None = getattr(x, "_tp2d_handed", None)
+    if found is None and not torch.compiler.is_compiling():
+        node: Any = x.grad_fn
+        index = x.output_nr
+        while node is not None and node.name() in _HANDS_ON:
+            node, index = node.next_functions[index]
+        if node is not None and node is not x.grad_fn:
+            found = node.metadata.get(("_tp2d_handed", index))
+    return (None, None, None) if found is None else found

@@ -1,0 +1,258 @@
+"""What runs in place of a Linear: its weight moves, or stays, or whichever takes less time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ...comm import Pending, reshard_fused_grad
+from ...mesh import layouts
+from ...mesh.grid import Grid
+from ...mesh.layouts import STATIONARY, Layout
+from ...ops import matmul
+from ...ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d
+from ...ops.matmul.call import low_precision
+from ...ops.matmul.cut import Algorithm
+from ...ops.matmul.pipelined import takes_deferred_grad
+from ...planner.choice import LinearCase, choose_algorithm, choose_dataflow
+from ...planner.rates import Rates
+from ...runtime.context import Sizes
+from ...runtime.prefetch import Prepared, prepare_parameters
+from ...runtime.versions import VersionGuard
+from ..base import FEATURES, Resolved, Runner, check_dims, local_shards, values_of
+from ..boundary import Entry, Exit
+from ..module_kinds import is_conv1d
+from .options import MatmulOptions
+
+__all__ = ["ChoosingRunner", "LinearRunner", "StationaryRunner"]
+
+
+class _OpRunner(Runner):
+    """A Linear as one op on its shards, between the layouts that it comes and goes in."""
+
+    entry: Entry
+    exit: Exit
+
+    def __init__(
+        self,
+        style: MatmulOptions,
+        module: Any,
+        grid: Grid,
+        algorithm: Algorithm,
+        *,
+        keep_weight: bool,
+        regather_input: bool = False,
+    ) -> None:
+        self.style = style.rule.style
+        self.grid, self.parts = grid, style.parts
+        transposed = is_conv1d(module)
+        self.out_features, self.in_features = (
+            reversed(module.weight.shape) if transposed else (module.weight.shape)
+        )
+        gathers = style.rule.gathers_input
+        p, q = self.in_features, self.out_features
+        if not gathers:
+            p, q = q, p
+        self.op = LinearOp(
+            algorithm=algorithm,
+            cut=Cut(grid.row, grid.col, p, q, replicated=not style.shards_over_row),
+            gathers_input=gathers,
+            transposed=transposed,
+            keep_weight=keep_weight,
+            regather_input=regather_input,
+        )
+
+
+class LinearRunner(_OpRunner):
+    """A Linear whose weight is gathered, or moved in other ways, to where the tokens are."""
+
+    def __init__(self, style: MatmulOptions, module: Any, grid: Grid, rates: Rates | None) -> None:
+        name = style.algorithm
+        if name == "auto":
+            by_rates = grid.col.transport.goes_by_rates
+            name = "pipelined" if style.regather_input else choose_algorithm(by_rates, rates)
+        algorithm = ALGORITHMS[name]
+        super().__init__(
+            style,
+            module,
+            grid,
+            algorithm,
+            keep_weight=not style.reshard_after_forward,
+            regather_input=style.regather_input,
+        )
+        self.dataflow, self.algorithm = style.rule.dataflow, name
+        self.in_rounds = name == "pipelined"
+        self.may_reshard = style.reshard_after_forward is None
+        self.row_dim = style.row_dim
+        self.resharding = replace(self.op, keep_weight=False)
+        row = Shard(style.row_dim)
+        gathers, whole = self.op.gathers_input, algorithm.WHOLE
+        takes: Layout = row, Replicate() if gathers and whole else Shard(-1)
+        gives: Layout = row, Partial() if whole and not gathers else Shard(-1)
+        self.entry = style.entry(grid, takes, self.in_features)
+        self.exit = style.exit(grid, gives, self.out_features)
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.entry.declared, self.exit.wanted, self.dataflow, self.algorithm)
+
+    def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias that this rank multiplies its output features by."""
+        weight, bias = local_shards(module.weight, module.bias)
+        weight, bias = low_precision(weight, bias)
+        if self.parts > 1:
+            return reshard_fused_grad(
+                weight, int(self.op.transposed), bias, self.parts, self.grid.col
+            )
+        return weight, bias
+
+    def prepare(self, module: Any) -> Prepared:
+        """Take up the parameters; the weight is to be gathered."""
+        weight, bias = self._shards(module)
+        shard, op = self.op.as_b(weight.detach()), self.op
+
+        def gather() -> Pending:
+            kept = self.grid.context.accumulation.gathered(module, shard.dtype)
+            return op.algorithm.prefetch(shard, op.cut) if kept is None else kept
+
+        copied = self.parts > 1 or weight.dtype != module.weight.dtype
+        params = []
+        if copied or self.op.cut.row.size > 1:
+            params.append(module.weight)
+        if copied and bias is not None:
+            params.append(module.bias)
+        sources = [values_of(param) for param in params]
+        if copied:
+            # The shards themselves take deferred gradients; what was made of them does not.
+            weight = takes_deferred_grad(weight)
+            bias = None if bias is None else takes_deferred_grad(bias)
+        return Prepared(weight, bias, gather, sources)
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
+        ready = None
+        if self.in_rounds and not torch.compiler.is_compiling():
+            ready = prepare_parameters(module, self.prepare, self.grid.context)
+        sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
+        operand = self.entry.arriving(x, module, pipelined=self.in_rounds)
+        have, op = None, self._op(tokens)
+        shards = self._leaves_by(operand.shape) if self.in_rounds else None
+        if shards is not None:
+            have = self.exit.have[0], Shard(shards.dim)
+        moving = None if ready is None else ready.moving
+        param = None if torch.compiler.is_compiling() else VersionGuard(module.weight)
+        call = Call(
+            op, moving, shards, module, param, self.grid.context, lambda: self._shards(module)[0]
+        )
+        if ready is None:
+            y = linear2d(operand, *self._shards(module), call)
+        else:
+            assert ready.weight is not None
+            y = linear2d(operand, ready.weight, ready.bias, call)
+            running = self.grid.context.running
+            if running is not None:
+                running.gather_ahead()
+        return self.exit.output(y, sizes, have)
+
+    def _op(self, tokens: Sizes | None) -> LinearOp:
+        return self.op if self.keeps(tokens, self.grid.col.index) else self.resharding
+
+    def keeps(self, tokens: Sizes | None, column: int) -> bool:
+        """Whether a column of ranks keeps its gathered weight: if it is no larger than the input.
+
+        Decided by sizes that all its ranks know: one with fewer tokens has to decide alike. Without
+        an embedding that writes them, some modules' sizes are known and others' not: all keep.
+        """
+        if not self.may_reshard or tokens is None or self.grid.context.tokens is None:
+            return self.op.keep_weight
+        cut = self.op.cut
+        longest = math.prod(tokens) // tokens[self.row_dim]
+        longest *= self.grid.row.split(tokens[self.row_dim])[0]
+        features = self.in_features
+        if not isinstance(self.entry.wanted[1], Replicate):
+            features = cut.col.split(features)[column]
+        return cut.p * cut.col.split(cut.q)[column] <= longest * features
+
+    def _leaves_by(self, shape: torch.Size) -> Shards | None:
+        """How a partial result goes to its output layout, if that is by shards of the tokens."""
+        row, col = layouts.normalize(self.exit.wanted, len(shape))
+        if not self.exit.have[1].is_partial() or self.grid.col.size == 1:
+            return None
+        if not isinstance(col, Shard) or col.dim == len(shape) - 1 or row != self.exit.have[0]:
+            return None
+        return Shards(col.dim, self.grid.col.split(shape[col.dim]), self.grid.col)
+
+
+class StationaryRunner(_OpRunner):
+    """A Linear whose weight stays: the changes of layout on either side are all that moves."""
+
+    def __init__(self, style: MatmulOptions, module: Any, grid: Grid) -> None:
+        super().__init__(style, module, grid, matmul.STATIONARY, keep_weight=True)
+        self.entry = style.entry(grid, style.rule.stationary_input, self.in_features)
+        self.exit = style.exit(grid, style.rule.stationary_output, self.out_features)
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.entry.declared, self.exit.wanted, STATIONARY, "collective")
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        check_dims(module, x, 2, FEATURES)
+        sizes = self.grid.sizes_of(x)
+        x = self.entry.shard(x, module)
+        weight, bias = local_shards(module.weight, module.bias)
+        y = linear2d(x, weight, bias, Call(self.op))
+        y = self.exit.output(y, sizes)
+        if self.parts > 1:
+            # The weight is not to move, so the few tokens' features do.
+            y, _ = reshard_fused_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
+        return y
+
+
+class ChoosingRunner(Runner):
+    """Chooses the dataflow by the number of tokens, which every rank knows, each time."""
+
+    def __init__(
+        self, own: LinearRunner, stationary: StationaryRunner, style: MatmulOptions, rates: Rates
+    ) -> None:
+        self.style = own.style
+        self.grid, self.rates = own.grid, rates
+        self.own, self.stationary, self.exit = own, stationary, own.exit
+        self.case = LinearCase(
+            rule=style.rule,
+            takes=style.input_layouts,
+            gives=style.output_layouts,
+            in_features=own.in_features,
+            out_features=own.out_features,
+            rows=own.grid.row.size,
+            columns=own.grid.col.size,
+        )
+        self.chosen: dict[tuple[int, int, bool], str] = {}
+
+    def resolved(self) -> Resolved:
+        return self.own.resolved()._replace(dataflow="auto")
+
+    def prepare(self, module: Any) -> Prepared | None:
+        return self.own.prepare(module)
+
+    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+        tokens = self.grid.tokens_of(x)
+        if tokens is None or torch.compiler.is_compiling():
+            return self.own.run(module, forward, x)
+        key = math.prod(tokens), x.element_size(), torch.is_grad_enabled()
+        dataflow = self.chosen.get(key)
+        if dataflow is None:
+            count, itemsize, backward = key
+            dataflow = choose_dataflow(
+                self.case,
+                count,
+                itemsize,
+                self.rates,
+                backward=backward,
+                keep_weight=self.own.keeps(tokens, column=0),
+            )
+            self.chosen[key] = dataflow
+        stays = dataflow == STATIONARY
+        return (self.stationary if stays else self.own).run(module, forward, x)

@@ -1,0 +1,131 @@
+"""A module's own math on local tensors, and its parameters' gradients, which are settled after.
+
+On ranks with different tokens a replicated parameter gets different terms of its gradient.
+:class:`SumGrads` sums them where the module runs on local tensors; where it runs on DTensors,
+:func:`settle_after_backward` places what DTensor leaves as the parameter is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from .._once import once_differentiable
+from .._torch_compat import hooks_again, parameters_of
+from ..comm import Axis
+from ..mesh.grid import Grid
+from ..runtime.context import Context
+from ..runtime.reductions import summed
+from .base import local_shards
+
+__all__ = ["SumGrads", "local_math", "run_locally", "settle_after_backward"]
+
+
+def run_locally(
+    params: Sequence[tuple[nn.Module, str]],
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    grid: Grid,
+    *,
+    shares_on_col: bool = True,
+) -> Any:
+    """A module as it is on local tensors: its parameters are plain ones while it runs.
+
+    Args:
+        params: owner and name of those that are on the mesh.
+        shares_on_col: the gradients of different columns are shares too, as those of rows are.
+    """
+    row, col = ([axis] if axis.size > 1 else [] for axis in (grid.row, grid.col))
+    on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
+    shards = local_shards(*on_mesh)
+    split = [isinstance(param.placements[1], Shard) for param in on_mesh]
+    on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
+    on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
+    summed_on_row = iter(SumGrads.apply(row, grid.context, *on_row))
+    axes = [*row, *col] if shares_on_col else row
+    summed_on_both = iter(SumGrads.apply(axes, grid.context, *on_both))
+    for (owner, name), is_split in zip(params, split, strict=True):
+        # Found before the parameter of this name, which stays where it is.
+        object.__setattr__(owner, name, next(summed_on_row if is_split else summed_on_both))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for owner, name in params:
+            object.__delattr__(owner, name)
+
+
+_LocalMath = Callable[..., Tensor]
+
+
+def _layer_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+
+
+def _rms_norm(module: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+
+
+def _linear(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def local_math(module: nn.Module) -> _LocalMath | None:
+    """The forward of torch's own modules that take tokens one by one."""
+    own = type(module).forward
+    if own is nn.Linear.forward:
+        return _linear
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1:
+        if own is nn.LayerNorm.forward:
+            return _layer_norm
+        if own is nn.RMSNorm.forward:
+            return _rms_norm
+    return None
+
+
+class SumGrads(torch.autograd.Function):
+    """Whole parameters used on different tokens: their gradients are summed, in one transfer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, axes: Sequence[Axis], context: Context, *params: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.axes, ctx.context = axes, context
+        return tuple(None if p is None else p.view_as(p) for p in params)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *summed(grads, ctx.axes, ctx.context)
+
+
+def settle_after_backward(param: DTensor) -> None:
+    if not hooks_again(param, _settle_grad):
+        param.register_post_accumulate_grad_hook(_settle_grad)
+
+
+def _settle_grad(param: DTensor) -> None:
+    """Place a gradient as its parameter, once, instead of in each op that reads it.
+
+    DTensor leaves it a partial sum, or split by a dim that an operation before it was split by.
+    """
+    grad = param.grad
+    if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(param.placements):
+        grid = Grid(param.device_mesh)
+        (row, col), (wanted_row, wanted_col) = grad.placements, param.placements
+        local = grid.redistribute(
+            grad.to_local(), (row, col), (wanted_row, wanted_col), shape=grad.shape
+        )
+        param.grad = DTensor.from_local(
+            local,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=grad.shape,
+            stride=param.stride(),
+        )

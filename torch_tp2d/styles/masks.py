@@ -1,0 +1,310 @@
+"""Masks of dropout on shards: which elements of the whole a shard holds, and the key all share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .._torch_compat import disable_current_modes
+from ..comm import Axis, all_gather
+from ..mesh.grid import Grid, ask_sizes, describe_mesh, part_of
+from ..mesh.layouts import Layout, normalize
+from ..ops.attention.block import attend_to_all
+from ..ops.dropout import draw_key, drop, dropped
+from ..runtime.context import in_backward
+from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved
+from .boundary import to_dtensor
+from .module_kinds import describe_module
+from .surroundings import UNKNOWN, Surroundings, is_of_features, tokens_by_sizes
+
+__all__ = ["Masks", "next_key"]
+
+_TOKEN_DIMS: Mapping[int, Mapping[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
+"""By the number of dims: which of them are the batch (0) and the sequence (1)."""
+
+
+def next_key(grid: Grid) -> Tensor:
+    """The key of the next call of dropout on the grid, one and the same on all its ranks.
+
+    That it is the same is checked when the first key is drawn, and at the second, fourth, eighth:
+    two transfers of a few bytes each, often enough to meet a generator that has gone astray and
+    too seldom to cost.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    key = draw_key()
+    if torch.compiler.is_compiling() or in_backward():
+        # What checkpointing runs again draws again what was counted and checked in forward.
+        return key
+    count = grid.context.keys_drawn = grid.context.keys_drawn + 1
+    if count & (count - 1) == 0:
+        # Selective checkpointing is not to see it: it does not happen again in backward.
+        with disable_current_modes():
+            keys = key.view(1).to(grid.mesh.device_type)
+            for axis in (grid.col, grid.row):
+                keys = all_gather(keys, 0, (keys.numel(),) * axis.size, axis).wait()
+            differ = bool((keys != keys[0]).any())
+        if differ:
+            raise ValueError(
+                f"torch's random generators differ between the ranks of the mesh "
+                f"{describe_mesh(grid.mesh)}, so copies of one token would get different dropout "
+                f"masks: call torch.manual_seed(seed) with one seed on every rank of the mesh "
+                f"before training, and draw the same random numbers on each. Data-parallel "
+                f"replicas, each a mesh of its own, may have seeds of their own"
+            )
+    return key
+
+
+class Masks:
+    """Dropout of what one module handles: knows, or finds out, which elements a shard holds."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        row_dim: int,
+        declared: Layout | None,
+        beside: Sequence[tuple[int, Placement]],
+        owner: nn.Module,
+        surroundings: Surroundings = UNKNOWN,
+    ) -> None:
+        self.grid = grid
+        self._surroundings = surroundings
+        self._here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
+        self.row_dim = row_dim
+        self.declared = declared
+        whole = {features for features, p in beside if not is_of_features(p)}
+        self.widths = {
+            grid.col.split(features)[grid.col.index]: (
+                features,
+                not whole.isdisjoint(grid.col.split(features)),
+            )
+            for features, p in beside
+            if is_of_features(p)
+        }
+        """Local width to the width of the whole, and whether another module's whole is as wide."""
+
+    def resolved(self) -> Resolved:
+        """What is certain of the tensors that are dropped from, before one of them is seen."""
+        if self.declared is not None:
+            return Resolved(self.declared, AS_INPUT)
+        told = None if self.widths else self._surroundings.told(self.row_dim, self.grid)
+        if told is None:
+            return Resolved(AT_FIRST_FORWARD, AS_INPUT, told_by="sizes")
+        return Resolved(told, AS_INPUT, told_by="plan")
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        """``x``, a DTensor or a local shard, with some of it dropped and the rest scaled."""
+        key = next_key(self.grid)
+        if isinstance(x, DTensor):
+            layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
+            shape = x.shape if x.device_mesh == self.grid.mesh else None
+            local = x.to_local()
+            y = drop(local, dropped(key, p, self._index(local, layout, None, shape)), p)
+            return _like(x, y)
+        layout, features = self._layout(x)
+        y = drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
+        return self.grid.with_stand_in(y, layout, self.grid.sizes_of(x))
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``scaled_dot_product_attention``, with dropout of whole sequences and some heads.
+
+        For dropout the weights are written out, as torch itself does on a CPU: ``[batch, heads,
+        queries, keys]`` of this rank's share of the batch and heads.
+        """
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if not isinstance(query, DTensor):
+            self._surroundings.check_axes(self._here, query, self.grid)
+        if isinstance(query, DTensor):
+            here = tuple(query.placements)
+            if any(tuple(x.placements) != here for x in (key, value)) or any(  # type: ignore[attr-defined]
+                isinstance(p, Shard) and p.dim > 1 for p in here
+            ):
+                raise ValueError(
+                    f"{self._here}: dropout is for a "
+                    f"query, key and value placed alike, split by batch and heads, but the query "
+                    f"is placed {here}"
+                )
+            layout, shape = self.grid.layout(query, self.row_dim), tuple(query.shape)
+            q, k, v = (x.to_local() for x in (query, key, value))  # type: ignore[attr-defined]
+        else:
+            layout, shape = (Shard(0), self._heads), None
+            q, k, v = query, key, value
+        if self.row_dim == 1 and self.grid.row.size > 1:
+            raise ValueError(
+                f"{self._here}: dropout inside attention "
+                f"with row_dim=1 needs a style for the attention module: name it in the plan"
+            )
+        if isinstance(attn_mask, DTensor):
+            attn_mask = attn_mask.full_tensor()
+        if enable_gqa:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        # Keys are whole here, and the only dim of the weights that a query does not have.
+        index = self._index(q, layout, None, shape)[:-1]
+        index.append(torch.arange(k.shape[-2], device=k.device))
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (q.ndim - attn_mask.ndim)]
+            for dim in (0, 1):
+                if attn_mask.shape[dim] not in (1, q.shape[dim]):
+                    attn_mask = attn_mask.index_select(dim, index[dim])
+        # Drawn by ranks without heads or queries too, which drop nothing.
+        drawn = next_key(self.grid)
+
+        def dropout(weights: Tensor) -> Tensor:
+            return drop(weights, dropped(drawn, dropout_p, index), dropout_p)
+
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        y = attend_to_all(q, k, v, attn_mask, is_causal, scale, dropout)
+        if shape is None:
+            return y
+        return to_dtensor(y, layout, self.grid, (*shape[:-1], y.shape[-1]))
+
+    @property
+    def _heads(self) -> Placement:
+        return Shard(1) if self.widths else Replicate()
+
+    def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
+        """Layout of a local input, and its features where they are split and known."""
+        features = self.widths.get(x.shape[-1])
+        known_layout = self.grid.handed(x) if self.declared is None else self.declared
+        if known_layout is not None:
+            # Of which features it holds a part, ranks might answer differently by what they hold.
+            return normalize(known_layout, x.ndim), None
+        self._surroundings.check_axes(self._here, x, self.grid)
+        row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
+        if x.ndim == 3 and features is not None and col.size > 1:
+            return self._of_features(x, *features)
+        if x.ndim in (2, 3):
+            on_row, on_col = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
+        else:
+            on_row, on_col = Shard(0 if x.ndim > 3 else self.row_dim), Replicate()
+        if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
+            # [batch, heads, queries, keys], beside projections into this rank's heads?
+            one = known is not None and len(known) == 2 and self.row_dim == 0
+            tokens = known[1] if known is not None and one else None
+            if x.ndim == 4 and self.widths and x.shape[2] == tokens:
+                return (on_row, Shard(1)), None
+            raise ValueError(
+                f"{self._here}: the sizes {tuple(x.shape)} of a local input do not tell its "
+                f"layout: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
+                f"with Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
+                f"Dropout2D(input_layouts=Replicate())"
+            )
+        if col.size == 1 or isinstance(on_col, Shard):
+            return (on_row, on_col), None
+        if features is None:
+            return (on_row, on_col), None
+        width, also_whole = features
+        if also_whole:
+            raise self._unclear(x, width)
+        return (on_row, Shard(x.ndim - 1)), width
+
+    def _of_features(self, x: Tensor, width: int, also_whole: bool) -> tuple[Layout, int | None]:
+        """Layout of what is as wide as this rank's part of features, and may be a whole width."""
+        row: Placement = Shard(self.row_dim)
+        around = self._surroundings
+        if also_whole or x.shape[-1] in (around.widths or ()):
+            tokens = tokens_by_sizes(x, self.row_dim, self.grid)
+            if tokens is None or around.stream != Shard(1):
+                raise self._unclear(x, width)
+            if isinstance(tokens, Shard):
+                return (row, tokens), None
+        return (row, Shard(x.ndim - 1)), width
+
+    def _unclear(self, x: Tensor, width: int) -> ValueError:
+        return ValueError(
+            f"{self._here}: the last dim of a local input {tuple(x.shape)} is this rank's part "
+            f"of the {width} features of a module beside it, and as wide as another's whole "
+            f"output: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
+            f"with Dropout2D(input_layouts=Shard(-1)) for the part, "
+            f"Dropout2D(input_layouts=Replicate()) for the whole"
+        )
+
+    def _index(
+        self, x: Tensor, layout: Layout, features: int | None, shape: Sequence[int] | None
+    ) -> list[Tensor]:
+        """For each dim of a local shard, which elements of the whole are here."""
+        index = []
+        for dim, size in enumerate(x.shape):
+            start = 0
+            cuts = [
+                axis
+                for axis, p in zip((self.grid.row, self.grid.col), layout, strict=True)
+                if isinstance(p, Shard) and p.dim == dim and axis.size > 1
+            ]
+            if cuts:
+                if shape is not None:
+                    extent: int | None = shape[dim]
+                elif features is not None and dim == x.ndim - 1:
+                    extent = features
+                else:
+                    extent = self._extent(x, dim, cuts, layout)
+                start = self._start(x, dim, cuts) if extent is None else _start_of(extent, cuts)
+            index.append(torch.arange(start, start + size, device=x.device))
+        return index
+
+    def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int | None:
+        """Size of the whole of a dim of a local input; None where other ranks have to be asked.
+
+        Which is for all of them to ask, so that what this rank alone holds does not decide it.
+        """
+        sizes, known = self.grid.tokens_of(x), self.grid.context.tokens
+        if sizes is not None and dim < len(sizes):
+            # One element may stand in for none, see Grid.with_stand_in.
+            mine = part_of(sizes[dim], cuts)
+            here = x.shape[dim] in (mine, mine or 1)
+            return sizes[dim] if here else self.grid.extent(x, dim, layout)
+        if x.ndim == 3:
+            return self.grid.extent(x, dim, layout)
+        # [batch, hidden] or [batch, heads, queries, keys]; or several of them for each sample.
+        place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
+        whole = known[place] if known is not None and len(known) == 2 and place is not None else 0
+        parts = math.prod([axis.size for axis in cuts])
+        heads = x.ndim > 3 and place is None
+        if heads or torch.compiler.is_compiling() or (whole and whole % parts == 0):
+            return x.shape[dim] * parts
+        return None
+
+    def _start(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> int:
+        """Where this rank's part of a dim begins, as the other ranks say."""
+        start, size = 0, x.shape[dim]
+        for axis in reversed(cuts):
+            sizes = ask_sizes(size, axis, x.device).wait().tolist()
+            start += sum(sizes[: axis.index])
+            size = sum(sizes)
+        return start
+
+
+def _start_of(extent: int, cuts: Sequence[Axis]) -> int:
+    """Where this rank's part of a dim begins."""
+    start = 0
+    for axis in cuts:
+        sizes = axis.split(extent)
+        start += sum(sizes[: axis.index])
+        extent = sizes[axis.index]
+    return start
+
+
+def _like(x: DTensor, local: Tensor) -> DTensor:
+    """A local result as a DTensor of the shape and placements of ``x``."""
+    return DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
