@@ -3,22 +3,26 @@
 One process plays rank 0 of a world that only exists as numbers (a fake process group), so these
 are quick. Each golden line is ``axis collective calls bytes received by this rank``. If a change
 alters one, it moves more or less than before: say why in the commit that accepts it
-(``EXPECTTEST_ACCEPT=1 pytest tests/test_bytes.py``).
+(``EXPECTTEST_ACCEPT=1 pytest tests/arithmetic/test_bytes.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import world
 from expecttest import TestCase
-from models import (
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import torch_tp2d
+from support import world
+from support.fake import fake_grid
+from support.models import (
     grid_mesh,
     parallelize,
     plan_2d,
@@ -27,12 +31,6 @@ from models import (
     transformer,
     tutorial_plan,
 )
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import torch_tp2d
 from torch_tp2d import Block2DParallel, Colwise2D, CommCounter, Norm2D, Rowwise2D
 
 B, S, K, N = 8, 12, 24, 48
@@ -43,15 +41,6 @@ Layout = tuple[Placement, Placement]
 TOKENS: Layout = Shard(0), Shard(1)
 ROWS: Layout = Shard(0), Replicate()
 FEATURES: Layout = Shard(0), Shard(-1)
-
-
-@contextmanager
-def fake_grid(rows: int, columns: int) -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=rows * columns)
-    try:
-        yield grid_mesh(rows, columns)
-    finally:
-        dist.destroy_process_group()
 
 
 def _local(layout: Layout, features: int, mesh: DeviceMesh) -> Tensor:

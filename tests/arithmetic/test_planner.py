@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import world
-from marks import deep
-from models import grid_mesh, parallelize, plan_2d, relative, train_beside, transformer
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import torch_tp2d
+from support import world
+from support.marks import deep
+from support.models import grid_mesh, parallelize, plan_2d, relative, train_beside, transformer
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, planner
 from torch_tp2d.mesh import layouts
 from torch_tp2d.mesh.layouts import STATIONARY

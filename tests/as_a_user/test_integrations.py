@@ -7,22 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hf
-import models
 import pytest
 import torch
 import torch.distributed as dist
-import world
-from marks import deep
-from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from support import hf, models, world
+from support.marks import deep
+from support.models import grid_mesh, relative
 from torch_tp2d import Colwise2D, Rowwise2D
 
-world.preload("preload_integrations")
+world.preload("support.preload_integrations")
 
 NAMED = {
     "model.embed_tokens": "rowwise_2d",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-TUTORIALS = Path(__file__).resolve().parent.parent / "tutorials"
+TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 sys.path.append(str(TUTORIALS))
 NOTEBOOKS = sorted(path.name for path in TUTORIALS.glob("*.ipynb"))
 MOST_BYTES = 1_500_000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SAFE = {
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),

@@ -16,17 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import common
-import models
 import numpy as np
 import pytest
 import torch
-import world
 from llama2 import SIZES, Llama2, Llama2Config, rotary_table, rotate
 from plans import llama2_2d
 
 import torch_tp2d
+from support import models, world
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "tutorials"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 TOLERANCE = 1e-11

@@ -1,8 +1,8 @@
 """What other transports than gloo's do, on gloo processes: NCCL's ways, against one device.
 
 Bodies of other tests are run as they are, by :func:`_off_gloo`. Any part of the suite can be:
-``TP2D_TRANSPORT=nccl python -m pytest tests/test_transformer.py``, say. What fails then is about
-gloo: sums by exchange, pieces, groups of our own, and ``"auto"`` that gathers weights ahead.
+``TP2D_TRANSPORT=nccl python -m pytest tests/models/test_transformer.py``, say. What fails then is
+about gloo: sums by exchange, pieces, groups of our own, and ``"auto"`` that gathers weights ahead.
 """
 
 from __future__ import annotations
@@ -14,20 +14,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_comm
-import test_compile
-import test_loss
-import test_matmul
-import test_pipelined
-import test_transformer
-import test_weight_stationary
 import torch
-import world
-from marks import deep
-from models import grid_mesh
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from support import compiled, losses, moves, pipelined, products, stationary, world
+from support.marks import deep
+from support.models import EVEN, UNEVEN, grid_mesh, plan_2d, train_by, train_with_algorithm
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, comm, parallelize_module, planner
 from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
@@ -72,28 +65,28 @@ def test_a_transport_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         comm.transport_of(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rows,columns", test_comm.GRIDS)
+@pytest.mark.parametrize("rows,columns", moves.GRIDS)
 def test_collectives(rows: int, columns: int) -> None:
-    off_gloo(rows * columns, test_comm._raw, rows, columns, 16)
-    off_gloo(rows * columns, test_comm._move_gradients, rows, columns)
+    off_gloo(rows * columns, moves.raw_collectives, rows, columns, 16)
+    off_gloo(rows * columns, moves.move_gradients, rows, columns)
 
 
-@pytest.mark.parametrize("sizes", test_matmul.SIZES)
+@pytest.mark.parametrize("sizes", products.SIZES)
 def test_every_algorithm(sizes: tuple[int, int, int]) -> None:
-    for worst in off_gloo(4, test_matmul._products, 2, 2, sizes):
+    for worst in off_gloo(4, products.products, 2, 2, sizes):
         assert max(worst.values()) < TOLERANCE, worst
 
 
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_a_plan_trains_as_on_one_device(rows: int, columns: int) -> None:
-    for sizes in (test_transformer.EVEN, test_transformer.UNEVEN):
-        answers = off_gloo(rows * columns, test_transformer._train, "plan_2d", rows, columns, sizes)
+    for sizes in (EVEN, UNEVEN):
+        answers = off_gloo(rows * columns, train_by, plan_2d, rows, columns, sizes)
         assert max(difference for difference, _ in answers) < TOLERANCE
 
 
 @pytest.mark.parametrize("algorithm", ["pipelined", "summa", "cannon"])
 def test_an_algorithm_trains_as_one_device(algorithm: str) -> None:
-    differences = off_gloo(4, test_transformer._with_algorithm, algorithm, 2, 2)
+    differences = off_gloo(4, train_with_algorithm, algorithm, 2, 2)
     assert max(differences) < TOLERANCE
 
 
@@ -107,7 +100,7 @@ def _pipelined(rows: int, columns: int) -> float:
     ):
         given = {"algorithm": "pipelined", **options}
         for sizes in ((rows * 2, columns * 4, 24, 48), (rows + 1, columns * 3 + 1, 10, 14)):
-            found = test_pipelined._beside_one_device(rows, columns, sizes, dict(given))
+            found = pipelined.beside_one_device(rows, columns, sizes, dict(given))
             worst = max(worst, found)
     return worst
 
@@ -118,8 +111,8 @@ def test_gathered_ahead_and_summed_late(rows: int, columns: int) -> None:
 
 
 def _order() -> tuple[str, ...]:
-    test_pipelined.LETTERS["reduce_scatter_tensor"] = "s"
-    return test_pipelined._order(algorithm="pipelined")
+    pipelined.LETTERS["reduce_scatter_tensor"] = "s"
+    return pipelined.order_of_events(algorithm="pipelined")
 
 
 def test_the_order_of_events() -> None:
@@ -134,11 +127,11 @@ def test_the_order_of_events() -> None:
 
 
 def _regathered() -> tuple[int, int]:
-    pipelined = partial(test_pipelined.plan, algorithm="pipelined")
+    plan = partial(pipelined.plan, algorithm="pipelined")
     # The body puts another __init__ in its place, which later ones would have too.
     own = mock.patch.object(Transfer, "__init__", Transfer.__init__)
-    with own, mock.patch.object(test_pipelined, "plan", pipelined):
-        return test_pipelined._regathered()
+    with own, mock.patch.object(pipelined, "plan", plan):
+        return pipelined.regathered()
 
 
 def test_inputs_gathered_again_are_not_kept() -> None:
@@ -151,20 +144,20 @@ def test_inputs_gathered_again_are_not_kept() -> None:
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
 def test_weights_that_stay(rows: int, columns: int) -> None:
-    for worst in off_gloo(rows * columns, test_weight_stationary._mlps, rows, columns):
+    for worst in off_gloo(rows * columns, stationary.mlps, rows, columns):
         assert max(worst.values()) < TOLERANCE, worst
 
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1)])
 def test_losses(rows: int, columns: int) -> None:
-    for found in off_gloo(rows * columns, test_loss._losses, rows, columns):
-        bad = {case: pair for case, pair in found.items() if not test_loss._close(pair)}
+    for found in off_gloo(rows * columns, losses.losses, rows, columns):
+        bad = {case: pair for case, pair in found.items() if not losses.close(pair)}
         assert found and not bad, bad
 
 
 @pytest.mark.deep
 def test_a_compiled_block() -> None:
-    for differs, graphs in off_gloo(4, test_compile._recorded, 2, 2, (3, 7, 10, 14), 256):
+    for differs, graphs in off_gloo(4, compiled.recorded, 2, 2, (3, 7, 10, 14), 256):
         assert differs < TOLERANCE and graphs
 
 

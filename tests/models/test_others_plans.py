@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import world
-from marks import deep
-from models import DOUBLE, batch, grid_mesh, loss_of, relative, transformer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,6 +24,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed._tensor import common_dtensor
 
+from support import world
+from support.marks import deep
+from support.models import DOUBLE, batch, grid_mesh, loss_of, relative, transformer
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 
 TOLERANCE = 1e-10

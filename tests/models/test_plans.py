@@ -9,22 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import world
 from expecttest import TestCase
-from hf import (
-    TOLERANCE,
-    Batch,
-    Differences,
-    causal_lm_batch,
-    causal_lm_truth,
-    in_fp64,
-    on_grid,
-    own_loss,
-    train_beside,
-)
-from marks import deep
-from models import relative
-from test_bytes import fake_grid
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,6 +23,21 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
 
 import torch_tp2d
+from support import world
+from support.fake import fake_grid
+from support.hf import (
+    TOLERANCE,
+    Batch,
+    Differences,
+    causal_lm_batch,
+    causal_lm_truth,
+    in_fp64,
+    on_grid,
+    own_loss,
+    train_beside,
+)
+from support.marks import deep
+from support.models import relative
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D
 from torch_tp2d.plans import Plan, plan_for
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import world
-from hf import TOLERANCE, Batch, causal_lm_batch, in_fp64, on_grid, train_beside
-from marks import deep
-from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
+from support import world
+from support.hf import TOLERANCE, Batch, causal_lm_batch, in_fp64, on_grid, train_beside
+from support.marks import deep
+from support.models import grid_mesh, relative
 from torch_tp2d.plans import bert_plan, plan_for
 
 transformers = pytest.importorskip("transformers")

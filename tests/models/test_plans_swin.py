@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import world
-from hf import Batch, on_grid, train_beside
-from marks import deep
-from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
+from support import world
+from support.hf import Batch, on_grid, train_beside
+from support.marks import deep
+from support.models import grid_mesh, relative
 from torch_tp2d import Colwise2D, Local2D, Rowwise2D
 from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.plans import plan_for

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import world
-from hf import TOLERANCE, Batch, causal_lm_batch, in_fp64, on_grid, train_beside
-from marks import deep
-from models import grid_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
+from support import world
+from support.hf import TOLERANCE, Batch, causal_lm_batch, in_fp64, on_grid, train_beside
+from support.marks import deep
+from support.models import grid_mesh
 from torch_tp2d.plans import t5_plan
 
 transformers = pytest.importorskip("transformers")

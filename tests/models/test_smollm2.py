@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import world
-from hf import grid_mesh
 from torch import Tensor
 
 import torch_tp2d
+from support import world
+from support.hf import grid_mesh
 from torch_tp2d.plans import plan_for
 
 transformers = pytest.importorskip("transformers")

@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from marks import deep
-from models import DOUBLE, grid_mesh, loss_of, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
 from torch.utils.checkpoint import checkpoint
-from world import run
 
 import torch_tp2d
+from support.marks import deep
+from support.models import DOUBLE, grid_mesh, loss_of, relative
+from support.world import run
 from torch_tp2d import Colwise2D, Rowwise2D
 
 VOCAB, HIDDEN, HEADS = 11, 8, 4

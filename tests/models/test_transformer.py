@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import models
 import pytest
-import world
-from marks import deep
-from models import (
-    grid_mesh,
-    local_heads,
-    parallelize,
-    plan_2d,
-    train_beside,
-    transformer,
-)
 from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
 
-import torch_tp2d
+from support import models, world
+from support.marks import deep
+from support.models import (
+    EVEN,
+    UNEVEN,
+    grid_mesh,
+    local_heads,
+    plan_2d,
+    train_beside,
+    train_by,
+    train_with_algorithm,
+    transformer,
+)
 from torch_tp2d import GridStyle, Lifted
 
 TOLERANCE = 1e-11
 """Of everything, relative: fp64 rounding over three steps stays near 1e-14."""
 
 GRIDS = [(1, 1), (2, 2), (1, 4), (4, 1), deep(2, 4), (3, 2)]
-EVEN, UNEVEN = (4, 8, 8), (3, 13, 33)
-"""Batch, sequence, vocab. On 4 rows a batch of 3 leaves one without tokens."""
-
-
-def _train(plan: str, rows: int, columns: int, sizes: tuple[int, int, int]) -> tuple[float, float]:
-    size, sequence, vocab = sizes
-    mesh = grid_mesh(rows, columns)
-    reference = transformer(vocab)
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh, getattr(models, plan)())
-    assert {param.device_mesh for param in model.parameters()} == {mesh}
-    assert model.output.weight is model.tok_embeddings.weight
-    held = sum(param.to_local().numel() for param in model.parameters())
-    share = held * mesh.size() / sum(param.numel() for param in reference.parameters())
-    return train_beside(reference, model, vocab, size, sequence), share
 
 
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
@@ -51,7 +36,7 @@ def test_the_renamed_tutorial_plan(rows: int, columns: int, sizes: tuple[int, in
     A batch of 3 on 4 rows found that a row without tokens broke the model's own code
     (``reshape(0, 13, -1)`` is ambiguous) on that one rank, and left the others waiting.
     """
-    for difference, share in world.run(rows * columns, _train, "plan_2d", rows, columns, sizes):
+    for difference, share in world.run(rows * columns, train_by, plan_2d, rows, columns, sizes):
         assert difference < TOLERANCE
         # Norms are whole on every rank; at these sizes they are a few percent of the model.
         assert share < 1.35
@@ -61,7 +46,9 @@ def test_the_renamed_tutorial_plan(rows: int, columns: int, sizes: tuple[int, in
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), (1, 4)])
 def test_other_plans(plan: str, rows: int, columns: int) -> None:
     for sizes in (EVEN, UNEVEN):
-        for difference, _ in world.run(rows * columns, _train, plan, rows, columns, sizes):
+        for difference, _ in world.run(
+            rows * columns, train_by, getattr(models, plan), rows, columns, sizes
+        ):
             assert difference < TOLERANCE
 
 
@@ -70,7 +57,7 @@ def test_an_unedited_attention_on_dtensors(rows: int, columns: int) -> None:
     """No ``n_heads // tp`` in the model: the sharding rule that SDPA lacks on a CPU is ours."""
     for sizes in (EVEN, UNEVEN):
         for difference, _ in world.run(
-            rows * columns, _train, "plan_dtensor", rows, columns, sizes
+            rows * columns, train_by, models.plan_dtensor, rows, columns, sizes
         ):
             assert difference < TOLERANCE
 
@@ -94,27 +81,8 @@ def test_torchs_own_parallelize_module_takes_the_styles() -> None:
         assert max(world.run(4, _by_torch, 2, 2, sizes)) < TOLERANCE
 
 
-def _with_algorithm(algorithm: str, rows: int, columns: int) -> float:
-    size, sequence, vocab = UNEVEN
-    reference = transformer(vocab)
-    model = copy.deepcopy(reference)
-
-    def with_algorithm(style: Any) -> Any:
-        linear = isinstance(style, torch_tp2d.Colwise2D | torch_tp2d.Rowwise2D)
-        if linear:
-            style.algorithm = algorithm
-        return style
-
-    plan = {
-        key: style if "embeddings" in key else with_algorithm(style)
-        for key, style in plan_2d().items()
-    }
-    parallelize(model, grid_mesh(rows, columns), plan)
-    return train_beside(reference, model, vocab, size, sequence)
-
-
 @pytest.mark.parametrize("algorithm", ["summa", "bmr", "cannon"])
 def test_every_algorithm_trains_the_model(algorithm: str) -> None:
-    assert max(world.run(4, _with_algorithm, algorithm, 2, 2)) < TOLERANCE
+    assert max(world.run(4, train_with_algorithm, algorithm, 2, 2)) < TOLERANCE
     if algorithm == "summa":
-        assert max(world.run(6, _with_algorithm, algorithm, 3, 2)) < TOLERANCE
+        assert max(world.run(6, train_with_algorithm, algorithm, 3, 2)) < TOLERANCE

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
 from programs import Program
 from programs.data import simpler
 from programs.draw import DEEP_GRIDS, GRIDS, programs

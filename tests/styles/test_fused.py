@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import world
-from marks import deep
-from models import grid_mesh, relative
-from test_bytes import fake_grid
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
+from support import world
+from support.fake import fake_grid
+from support.marks import deep
+from support.models import grid_mesh, relative
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D
 from torch_tp2d.comm import reshard_fused
 from torch_tp2d.mesh.grid import Grid

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import world
-from marks import deep
-from models import grid_mesh, relative
-from test_bytes import fake_grid
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.utils import parametrizations, parametrize
 
 import torch_tp2d
+from support import world
+from support.fake import fake_grid
+from support.marks import deep
+from support.models import grid_mesh, relative
 from torch_tp2d import (
     Attention2D,
     Block2DParallel,

@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import world
-from models import grid_mesh, relative
-from test_errors import mesh_of, pretend, refused
-from test_stock_styles import BOTH, FEATURES, GRIDS, ROW, no_difference, run_beside
-from test_styles import noise, randomized, spread
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +21,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from support import world
+from support.fake import mesh_of, pretend
+from support.mistakes import refused
+from support.models import grid_mesh, noise, relative
+from support.one_module import no_difference, randomized, spread
+from support.stock import BOTH, FEATURES, GRIDS, ROW, run_beside
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 from torch_tp2d.mesh.layouts import Layout
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import deep
-from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -18,9 +16,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from world import run
 
 import torch_tp2d
+from support.marks import deep
+from support.models import grid_mesh, relative
+from support.world import run
 from torch_tp2d import (
     Attention2D,
     Colwise2D,

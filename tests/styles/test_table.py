@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from expecttest import TestCase
-from models import plan_2d, plan_without_sequence_parallel, transformer
-from test_bytes import fake_grid
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import torch_tp2d
+from support.fake import fake_grid
+from support.models import plan_2d, plan_without_sequence_parallel, transformer
 from torch_tp2d import (
     Colwise2D,
     Dropout2D,

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import world
-from models import grid_mesh, relative
-from test_errors import pretend
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import torch_tp2d
+from support import world
+from support.fake import pretend
+from support.models import grid_mesh, relative
 from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, token_sizes
 
 PLAN = {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(output_layouts=Shard(1))}

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import world
-from models import grid_mesh, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_tp2d
+from support import world
+from support.models import grid_mesh, relative
 from torch_tp2d.plans import Plan, plan_for
 
 pytest.importorskip("transformers")
-world.preload("preload_hf")
+world.preload("support.preload_hf")
 
 TOLERANCE = 1e-10
 """Of everything, relative."""

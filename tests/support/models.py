@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +17,17 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
+from torch.testing._internal.distributed._tensor.common_dtensor import (
+    ModelArgs,
+    Transformer,
+)
 
 import torch_tp2d
-from torch_tp2d import Colwise2D, Lifted, Rowwise2D
+from torch_tp2d import (
+    Colwise2D,
+    Lifted,
+    Rowwise2D,
+)
 
 # torch's Transformer ends in `.float()`, which would round the fp64 logits to fp32.
 DOUBLE = torch.float64
@@ -170,3 +179,46 @@ def train_beside(
         for param, ours in zip(reference.parameters(), model.parameters(), strict=True):
             worst = max(worst, relative(ours.detach(), param.detach()))
     return worst
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+EVEN, UNEVEN = (4, 8, 8), (3, 13, 33)
+"""Batch, sequence, vocab. On 4 rows a batch of 3 leaves one without tokens."""
+
+
+def train_by(
+    plan: Callable[[], dict[str, Any]], rows: int, columns: int, sizes: tuple[int, int, int]
+) -> tuple[float, float]:
+    size, sequence, vocab = sizes
+    mesh = grid_mesh(rows, columns)
+    reference = transformer(vocab)
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh, plan())
+    assert {param.device_mesh for param in model.parameters()} == {mesh}
+    assert model.output.weight is model.tok_embeddings.weight
+    held = sum(param.to_local().numel() for param in model.parameters())
+    share = held * mesh.size() / sum(param.numel() for param in reference.parameters())
+    return train_beside(reference, model, vocab, size, sequence), share
+
+
+def train_with_algorithm(algorithm: str, rows: int, columns: int) -> float:
+    size, sequence, vocab = UNEVEN
+    reference = transformer(vocab)
+    model = copy.deepcopy(reference)
+
+    def with_algorithm(style: Any) -> Any:
+        linear = isinstance(style, torch_tp2d.Colwise2D | torch_tp2d.Rowwise2D)
+        if linear:
+            style.algorithm = algorithm
+        return style
+
+    plan = {
+        key: style if "embeddings" in key else with_algorithm(style)
+        for key, style in plan_2d().items()
+    }
+    parallelize(model, grid_mesh(rows, columns), plan)
+    return train_beside(reference, model, vocab, size, sequence)

@@ -28,7 +28,7 @@ GROUPS = 60
 """Process groups that ranks may have gathered; each has threads and sockets."""
 
 _server = mp.get_context("forkserver")
-_preloaded = ["preload"]
+_preloaded = ["support.preload"]
 _server.set_forkserver_preload(_preloaded)
 
 

@@ -12,28 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-import world
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from marks import deep
-from models import (
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from support import world
+from support.compiled import recorded
+from support.marks import deep
+from support.models import (
     grid_mesh,
     parallelize,
     plan_2d,
     plan_mixed,
-    relative,
     train_beside,
     transformer,
 )
-from test_pipelined import Block, differences, letter, plan
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.compile_fx import select_decomp_table
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.fx import GraphModule
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-from torch_tp2d import Rowwise2D, comm, parallelize_module
 
 world.preload("torch._inductor.compile_fx")
 TOLERANCE = 1e-11
@@ -84,68 +76,9 @@ def test_inductor() -> None:
 @pytest.mark.parametrize("touches", [False, True])
 def test_inductor_in_rounds(touches: bool) -> None:
     for differs, _ in world.run(
-        4, _recorded, 2, 2, (4, 8, 24, 48), 2 * 2 * 24 * 8, touches, "inductor"
+        4, recorded, 2, 2, (4, 8, 24, 48), 2 * 2 * 24 * 8, touches, "inductor"
     ):
         assert differs < TOLERANCE
-
-
-class _Recorder:
-    """A backend that notes what is in the graphs that Inductor would be given, a letter each."""
-
-    def __init__(self, row_group: str) -> None:
-        self.row_group = row_group
-        self.graphs: list[str] = []
-
-    def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Any:
-        return aot_autograd(
-            fw_compiler=self.record,
-            bw_compiler=self.record,
-            decompositions=select_decomp_table,
-            partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
-        )(graph, inputs)
-
-    def record(self, graph: GraphModule, inputs: Any) -> Any:
-        letters = [letter(node.target, node.args, self.row_group) for node in graph.graph.nodes]
-        self.graphs.append("".join(letters))
-        return make_boxed_func(graph.forward)
-
-
-class _Embedded(nn.Module):
-    """A block whose tokens' sizes are known, so that it can be traced with uneven ones."""
-
-    def __init__(self, hidden: int, inner: int, touches: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, hidden)
-        self.block = Block(hidden, inner, touches)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.block(self.embedding(ids))
-
-
-def _recorded(
-    rows: int,
-    columns: int,
-    sizes: tuple[int, int, int, int],
-    piece: int,
-    touches: bool = False,
-    backend: str | None = None,
-) -> tuple[float, list[str]]:
-    """The largest difference to one device, and the graphs of forward and backward."""
-    comm.axis.PIECE_BYTES = piece
-    batch, sequence, hidden, inner = sizes
-    mesh = grid_mesh(rows, columns)
-    torch.manual_seed(0)
-    one = _Embedded(hidden, inner, touches).double()
-    embedding = Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1))
-    several = parallelize_module(copy.deepcopy(one), mesh, {"embedding": embedding, **plan()})
-    recorder = _Recorder(several.block.w1._tp2d.grid.row.group)
-    several.block.compile(fullgraph=True, backend=backend or recorder)
-    ids = torch.randint(0, 11, (batch, sequence))
-    wanted, y = one(ids), several(ids)
-    wanted.square().mean().backward()
-    (y.square().sum() / wanted.numel()).backward()
-    mine = distribute_tensor(wanted.detach(), mesh, (Shard(0), Shard(1))).to_local()
-    return max(relative(y.detach(), mine), *differences(one, several)), recorder.graphs
 
 
 def test_rounds_in_the_graph() -> None:
@@ -160,7 +93,7 @@ def test_rounds_in_the_graph() -> None:
     that and the wait (``xsxs`` ``xSSSR`` ``......``); wo as w2; v and k hand on a share of the
     gradient of what they share, and q, as w1, sends the sum of all three.
     """
-    for differs, graphs in world.run(4, _recorded, 2, 2, (4, 8, 24, 48), 2 * 2 * 24 * 8):
+    for differs, graphs in world.run(4, recorded, 2, 2, (4, 8, 24, 48), 2 * 2 * 24 * 8):
         assert differs < TOLERANCE
         assert graphs == [
             "Ggg..x.xG.xG.xG.xsxs..GGGgg....x.xGGG...xsxs..",
@@ -171,7 +104,7 @@ def test_rounds_in_the_graph() -> None:
 @pytest.mark.deep
 def test_user_code_that_reads_a_gathered_input() -> None:
     """It costs no transfer; that of the gradient it has made is not in rounds."""
-    for differs, graphs in world.run(4, _recorded, 2, 2, (4, 8, 24, 48), 2 * 2 * 24 * 8, True):
+    for differs, graphs in world.run(4, recorded, 2, 2, (4, 8, 24, 48), 2 * 2 * 24 * 8, True):
         assert differs < TOLERANCE
         assert graphs[0].count("g") == 4
 
@@ -184,7 +117,7 @@ def test_rounds_of_uneven_sizes(rows: int, columns: int, sequence: int) -> None:
     graph; the others waited for the second.
     """
     sizes = (3, sequence, 10, 14)
-    answers = world.run(rows * columns, _recorded, rows, columns, sizes, 2 * 10 * 8)
+    answers = world.run(rows * columns, recorded, rows, columns, sizes, 2 * 10 * 8)
     for rank, (differs, graphs) in enumerate(answers):
         assert differs < TOLERANCE
         for graph, of_row, of_column in zip(

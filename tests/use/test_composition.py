@@ -10,18 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import world
-from marks import deep
-from models import (
-    batch,
-    grid_mesh,
-    loss_of,
-    parallelize,
-    plan_2d,
-    relative,
-    train_beside,
-    transformer,
-)
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,6 +25,18 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
 
 import torch_tp2d
+from support import world
+from support.marks import deep
+from support.models import (
+    batch,
+    grid_mesh,
+    loss_of,
+    parallelize,
+    plan_2d,
+    relative,
+    train_beside,
+    transformer,
+)
 from torch_tp2d import Colwise2D, Rowwise2D
 
 TOLERANCE = 1e-11

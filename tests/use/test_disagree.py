@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import world
-from marks import deep
-from models import grid_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 import torch_tp2d
+from support import world
+from support.marks import deep
+from support.models import grid_mesh
 from torch_tp2d import (
     Block2DParallel,
     Colwise2D,

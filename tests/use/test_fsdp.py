@@ -6,13 +6,20 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import world
-from marks import deep
-from models import (
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import torch_tp2d
+from support import models, world
+from support.marks import deep
+from support.models import (
     batch,
     grid_mesh,
     loss_of,
@@ -23,14 +30,6 @@ from models import (
     train_beside,
     transformer,
 )
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-
-import torch_tp2d
 
 TOLERANCE = 1e-11
 VOCAB, SEQUENCE = 33, 13

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import world
-from marks import deep
-from models import batch, grid_mesh, loss_of, parallelize, plan_2d, transformer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from support import world
+from support.marks import deep
+from support.models import batch, grid_mesh, loss_of, parallelize, plan_2d, transformer
 from torch_tp2d import Dropout2D
 from torch_tp2d.comm import set_link_rate
 from torch_tp2d.comm.groups import BACKEND

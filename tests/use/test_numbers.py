@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import world
-from marks import deep
-from models import (
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import loss_parallel as stock_loss_parallel
+from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
+
+import torch_tp2d
+from support import world
+from support.marks import deep
+from support.models import (
     DOUBLE,
     batch,
     grid_mesh,
@@ -22,14 +30,6 @@ from models import (
     transformer,
     tutorial_plan,
 )
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.parallel import loss_parallel as stock_loss_parallel
-from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
-
-import torch_tp2d
 
 VOCAB, BATCH, SEQUENCE = 64, 4, 16
 SEEDS = 3

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import batch as token_batch
-from models import grid_mesh, loss_of, parallelize, plan_2d, relative, transformer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput
@@ -24,8 +22,10 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from world import run
 
+from support.models import batch as token_batch
+from support.models import grid_mesh, loss_of, parallelize, plan_2d, relative, transformer
+from support.world import run
 from torch_tp2d import (
     Attention2D,
     Colwise2D,

@@ -16,11 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import world
 from common import newest_checkpoint, step_folder
-from marks import deep
-from models import DOUBLE, batch, grid_mesh, loss_of, relative
-from test_attention import Block, plan_of, rope_tables
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -45,6 +41,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_tp2d
+from support import world
+from support.decoder import Block, plan_of, rope_tables
+from support.marks import deep
+from support.models import DOUBLE, batch, grid_mesh, loss_of, relative
 from torch_tp2d import Colwise2D, Lifted, Rowwise2D
 
 TOLERANCE = 1e-10

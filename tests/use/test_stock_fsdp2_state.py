@@ -9,20 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import world
-from marks import deep
-from models import parallelize, relative, transformer
-from test_stock_fsdp2 import (
-    NAMES,
-    PLANS,
-    SHAPES,
-    VOCAB,
-    Differences,
-    Pair,
-    Shape,
-    no_difference,
-    shard,
-)
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+
+from support import world
+from support.fsdp import NAMES, PLANS, SHAPES, VOCAB, Differences, Pair, Shape, shard
+from support.marks import deep
+from support.models import parallelize, relative, transformer
+from support.one_module import no_difference
 
 
 def _from_meta(shape: Shape, tied: bool) -> Differences:
