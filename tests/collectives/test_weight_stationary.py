@@ -1,8 +1,4 @@
-"""The weight-stationary dataflow: against one device in fp64, and what it moves, counted.
-
-No weight moves, forward or backward, so what crosses the wire is in proportion to the tokens. The
-bytes are counted on a fake process group, as in ``test_bytes.py``.
-"""
+"""The weight-stationary dataflow, against one device in fp64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the weight-stationary dataflow moves, counted: goldens on fake groups, and the arithmetic.
+"""What the weight-stationary dataflow moves, counted: goldens, and the arithmetic.
 
-The bytes are counted as in ``arithmetic/test_bytes.py``.
+No weight moves, forward or backward, so what crosses the wire is in proportion to the tokens. The
+bytes are counted on a fake process group, as in ``arithmetic/test_bytes.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ from torch_tp2d import (
 )
 from torch_tp2d.mesh import layouts as rules
 from torch_tp2d.planner.cost import linear_traffic
-
-# What moves, counted.
 
 B, S, K, N = 8, 12, 24, 48
 WORD = 4

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 import torch_tp2d
@@ -38,14 +34,7 @@ from support.one_module import (
     randomized,
     spread,
 )
-from torch_tp2d import (
-    Colwise2D,
-    Lifted,
-    Rowwise2D,
-    parallelize_module,
-)
-
-# Embeddings.
+from torch_tp2d import Colwise2D, Lifted, Rowwise2D, parallelize_module
 
 
 def _embedding(

@@ -1,4 +1,4 @@
-"""Mistakes: each is refused on every rank, before anything is sent, with the way out of it.
+"""Mistakes that show when a plan is applied: refused on every rank, with the way out of each.
 
 One process pretends to be each rank of the mesh in turn, on a process group that sends nothing.
 """
@@ -16,24 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel
 from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
 
 import torch_tp2d
 from support.fake import NAMES, mesh_of, pretend
-from support.mistakes import MEND_MESH, Model, Silence, refused
-from torch_tp2d import (
-    Block2DParallel,
-    Colwise2D,
-    Lifted,
-    Norm2D,
-    Rowwise2D,
-    parallelize_module,
-)
+from support.mistakes import MEND_MESH, Silence, SmallModel, refused
+from torch_tp2d import Block2DParallel, Colwise2D, Lifted, Norm2D, Rowwise2D, parallelize_module
 
 
 def test_the_silence_notices_what_is_sent() -> None:
@@ -42,6 +31,9 @@ def test_the_silence_notices_what_is_sent() -> None:
         mesh = mesh_of(2, 2)
         with pytest.raises(AssertionError, match="ran before the mistake"), Silence():
             parallelize_module(nn.Linear(4, 4), mesh, Colwise2D())
+
+
+# Meshes.
 
 
 @pytest.mark.parametrize("apply", [parallelize_module, stock_parallelize_module])
@@ -113,7 +105,7 @@ class _OwnForward(nn.Linear):
         return super().forward(x) * 2
 
 
-class _Tied(Model):
+class _Tied(SmallModel):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.embed.weight
@@ -170,7 +162,7 @@ MISTAKES = [
     # A style on the wrong module.
     Mistake(
         "colwise on a norm",
-        Model,
+        SmallModel,
         lambda: {"norm": Colwise2D()},
         TypeError,
         ("'norm'", "Colwise2D is for nn.Linear", "LayerNorm((12,)", "tp_row=2, tp_col=2", "Norm2D"),
@@ -184,21 +176,21 @@ MISTAKES = [
     ),
     Mistake(
         "colwise on a model",
-        Model,
+        SmallModel,
         lambda: {"layers.0": Colwise2D()},
         TypeError,
         ("'layers.0'", "Heads(wq.weight (12, 12)", "name the Linear modules inside it"),
     ),
     Mistake(
         "stock colwise on a norm",
-        Model,
+        SmallModel,
         lambda: {"norm": ColwiseParallel()},
         TypeError,
         ("'norm'", "LayerNorm((12,)", "Norm2D"),
     ),
     Mistake(
         "block on an embedding",
-        Model,
+        SmallModel,
         lambda: {"embed": Block2DParallel()},
         TypeError,
         ("'embed'", "Embedding(10, 12)", "tp_row=2, tp_col=2", "use Rowwise2D or Colwise2D"),
@@ -254,7 +246,7 @@ MISTAKES = [
     *(
         Mistake(
             f"{algorithm} on an oblong grid",
-            Model,
+            SmallModel,
             lambda algorithm=algorithm: {"head": Colwise2D(algorithm=algorithm)},
             ValueError,
             ("'head'", "Linear(in_features=12", algorithm, "square", "tp_row=2, tp_col=3", "summa"),
@@ -265,7 +257,7 @@ MISTAKES = [
     # Heads.
     Mistake(
         "three heads over two columns",
-        Model,
+        SmallModel,
         lambda: {"layers.*.wq": Colwise2D()},
         ValueError,
         (
@@ -278,7 +270,7 @@ MISTAKES = [
     ),
     Mistake(
         "two kv heads over three columns, stock",
-        Model,
+        SmallModel,
         lambda: {"layers.1.wq": ColwiseParallel(), "layers.1.wk": ColwiseParallel()},
         ValueError,
         ("'layers.1.wk'", "2 heads of 4", "tp_row=1, tp_col=3", "divides 2"),
@@ -287,28 +279,28 @@ MISTAKES = [
     # Keys.
     Mistake(
         "a key that matches nothing",
-        Model,
+        SmallModel,
         lambda: {"layer.0.wq": Colwise2D()},
         ValueError,
-        ("'layer.0.wq'", "Model", "layers.0.wq"),
+        ("'layer.0.wq'", "SmallModel", "layers.0.wq"),
     ),
     Mistake(
         "a glob that matches nothing",
-        Model,
+        SmallModel,
         lambda: {"layers.*.w9": Colwise2D()},
         ValueError,
         ("'layers.*.w9'", "layers."),
     ),
     Mistake(
         "a nested key that matches nothing",
-        Model,
+        SmallModel,
         lambda: {"layers.*": {"wqq": Colwise2D()}},
         ValueError,
         ("wqq", "wq"),
     ),
     Mistake(
         "two entries for one module",
-        Model,
+        SmallModel,
         lambda: {"head": Colwise2D(), "hea?": Rowwise2D()},
         ValueError,
         ("'head'", "'hea?'", "Linear(in_features=12", "keep one"),
@@ -316,15 +308,21 @@ MISTAKES = [
     # Styles.
     Mistake(
         "a style of the user's own",
-        Model,
+        SmallModel,
         lambda: {"head": _OwnStyle()},
         TypeError,
         ("'head'", "_OwnStyle", "ColwiseParallel", "GridStyle"),
     ),
     Mistake(
-        "a style's class", Model, lambda: {"head": Colwise2D}, TypeError, ("'head'", "Colwise2D")
+        "a style's class",
+        SmallModel,
+        lambda: {"head": Colwise2D},
+        TypeError,
+        ("'head'", "Colwise2D"),
     ),
-    Mistake("a plan that is a list", Model, lambda: [Colwise2D()], TypeError, ("list", "dict")),
+    Mistake(
+        "a plan that is a list", SmallModel, lambda: [Colwise2D()], TypeError, ("list", "dict")
+    ),
     # Ties.
     Mistake(
         "tied modules in different layouts",
@@ -389,7 +387,7 @@ def test_torchs_own_parallelize_module_refuses_them_as_well(mistake: Mistake) ->
 
 def test_a_mistake_late_in_the_plan_leaves_the_whole_model_alone() -> None:
     with pretend(0, 4):
-        model, mesh = Model(), mesh_of(2, 2)
+        model, mesh = SmallModel(), mesh_of(2, 2)
         plan = {"embed": Rowwise2D(), "norm": SequenceParallel(), "head": Norm2D()}
         with pytest.raises(TypeError, match="'head'"), Silence():
             parallelize_module(model, mesh, plan)
@@ -399,7 +397,7 @@ def test_a_mistake_late_in_the_plan_leaves_the_whole_model_alone() -> None:
 
 def test_heads_that_do_not_divide_pass_as_dtensors() -> None:
     with pretend(1, 4):
-        model = Model()
+        model = SmallModel()
         plan = {"layers.*.wq": Colwise2D(use_local_output=False), "layers.*.wk": Colwise2D()}
         parallelize_module(model, mesh_of(2, 2), plan)
         assert isinstance(model.layers[0].wq.weight, DTensor)
@@ -409,7 +407,7 @@ def test_heads_may_be_gathered() -> None:
     """An output that is whole, or split over tokens, splits no head."""
     for layout in (Replicate(), Shard(1)):
         with pretend(1, 4):
-            model = Model()
+            model = SmallModel()
             parallelize_module(
                 model, mesh_of(2, 2), {"layers.*.wq": Colwise2D(output_layouts=layout)}
             )

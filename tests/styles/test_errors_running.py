@@ -1,4 +1,4 @@
-"""Mistakes that show when the model runs, or its loss: refused on every rank, nothing sent."""
+"""Mistakes that show when the model runs, or its loss: refused on every rank, nothing is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_tp2d
 from support.fake import mesh_of, pretend
-from support.mistakes import MEND_MESH, Model, refused
+from support.mistakes import MEND_MESH, SmallModel, refused
 from torch_tp2d import (
     Block2DParallel,
     Colwise2D,
@@ -38,7 +38,7 @@ def test_a_matrix_that_no_entry_names() -> None:
     """Refused every time: the check took itself off before it looked, and a second try ran."""
 
     def make() -> Callable[[], Any]:
-        mesh, model = mesh_of(2, 2), Model()
+        mesh, model = mesh_of(2, 2), SmallModel()
         parallelize_module(model, mesh, {"embed": Rowwise2D(), "norm": SequenceParallel()})
         ids = torch.zeros(2, 4, dtype=torch.long)
 
@@ -49,7 +49,7 @@ def test_a_matrix_that_no_entry_names() -> None:
 
         return act
 
-    words = ("Model", "tp_row=2, tp_col=2", "(12, 12)", "torch_tp2d.Replicate()", "freeze it")
+    words = ("SmallModel", "tp_row=2, tp_col=2", "(12, 12)", "torch_tp2d.Replicate()", "freeze it")
     refused((2, 2), ValueError, words, make)
 
 
@@ -57,7 +57,7 @@ def test_a_copy_is_checked_apart_from_its_original() -> None:
     """Running the copy took the check off the original."""
 
     def make() -> Callable[[], Any]:
-        mesh, model = mesh_of(2, 2), Model()
+        mesh, model = mesh_of(2, 2), SmallModel()
         parallelize_module(model, mesh, {"embed": Rowwise2D(), "norm": SequenceParallel()})
         ids = torch.zeros(2, 4, dtype=torch.long)
         twin = copy.deepcopy(model)
@@ -74,7 +74,7 @@ def test_a_copy_is_checked_apart_from_its_original() -> None:
 
 def test_a_frozen_matrix_may_be_left_out() -> None:
     with pretend(0, 4):
-        model = Model()
+        model = SmallModel()
         model.layers.requires_grad_(False)
         plan = {"embed": Rowwise2D(), "head": Colwise2D(output_layouts=Shard(1))}
         parallelize_module(model, mesh_of(2, 2), plan)

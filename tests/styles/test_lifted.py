@@ -39,15 +39,7 @@ from support.one_module import (
     spread,
     whole,
 )
-from torch_tp2d import (
-    Block2DParallel,
-    Colwise2D,
-    Lifted,
-    Rowwise2D,
-    parallelize_module,
-)
-
-# Lifted stock styles.
+from torch_tp2d import Block2DParallel, Colwise2D, Lifted, Rowwise2D, parallelize_module
 
 
 def _axes_layout(layout: Layout, axes: Any) -> Layout:

@@ -1,8 +1,4 @@
-"""Every style on one module at a time, held against one device in fp64.
-
-Output, input gradient and every parameter gradient; all are compared whole, on every rank, so
-that a replica that has gone its own way shows.
-"""
+"""The styles of Linear and Conv1D, each on one module, held against one device in fp64."""
 
 from __future__ import annotations
 
@@ -29,12 +25,7 @@ from support.one_module import (
     spread,
     whole,
 )
-from torch_tp2d import (
-    Block2DParallel,
-    Colwise2D,
-    Rowwise2D,
-    parallelize_module,
-)
+from torch_tp2d import Block2DParallel, Colwise2D, Rowwise2D, parallelize_module
 
 INPUTS = [
     *product(("local", "mesh"), ("token", "feature", "row", "whole")),

@@ -32,13 +32,7 @@ from support.one_module import (
     randomized,
     spread,
 )
-from torch_tp2d import (
-    CommCounter,
-    Norm2D,
-    parallelize_module,
-)
-
-# Norm2D and Replicate.
+from torch_tp2d import CommCounter, Norm2D, parallelize_module
 
 
 def _norms() -> list[tuple[str, nn.Module, Callable[[nn.Module, Tensor], Tensor] | None]]:

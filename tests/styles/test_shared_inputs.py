@@ -31,14 +31,7 @@ from support.one_module import (
     randomized,
     spread,
 )
-from torch_tp2d import (
-    Colwise2D,
-    CommCounter,
-    Rowwise2D,
-    parallelize_module,
-)
-
-# Tensors that several modules are given.
+from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, parallelize_module
 
 
 class _Attention(nn.Module):

@@ -26,7 +26,7 @@ from support.fake import mesh_of, pretend
 from support.mistakes import refused
 from support.models import grid_mesh, noise, relative
 from support.one_module import no_difference, randomized, spread
-from support.stock import BOTH, FEATURES, GRIDS, ROW, run_beside
+from support.stock import BOTH, FEATURES, GRIDS, ROW, TOLERANCE, run_beside
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 from torch_tp2d.mesh.layouts import Layout
 
@@ -124,7 +124,7 @@ def _plans(rows: int, columns: int) -> dict[str, float]:
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_plans(rows: int, columns: int) -> None:
     """Names, nesting, wildcards, one style, the root; trained for a step and in inference."""
-    no_difference(world.run(4, _plans, rows, columns))
+    no_difference(world.run(4, _plans, rows, columns), TOLERANCE)
 
 
 def _under_a_mesh() -> dict[str, float]:
@@ -136,7 +136,7 @@ def _under_a_mesh() -> dict[str, float]:
 
 
 def test_the_mesh_of_the_context() -> None:
-    no_difference(world.run(4, _under_a_mesh))
+    no_difference(world.run(4, _under_a_mesh), TOLERANCE)
 
 
 def test_no_plan_warns_and_changes_nothing() -> None:

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from support import world
 from support.models import grid_mesh, noise, relative
 from support.one_module import collect, gradients, no_difference, randomized, spread, whole
-from support.stock import BOTH, FEATURES, GRIDS, ROW, run_beside
+from support.stock import BOTH, FEATURES, GRIDS, ROW, TOLERANCE, run_beside
 from torch_tp2d import Colwise2D, CommCounter, Lifted, Rowwise2D, parallelize_module
 from torch_tp2d.mesh.layouts import Layout
 
@@ -58,7 +58,7 @@ def _linear(rows: int, columns: int) -> dict[str, float]:
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_linear(rows: int, columns: int) -> None:
     """Local shapes, forward, backward: whole or sharded tokens in, features, and back."""
-    no_difference(world.run(4, _linear, rows, columns))
+    no_difference(world.run(4, _linear, rows, columns), TOLERANCE)
 
 
 def _silent_forward() -> None:
@@ -123,7 +123,7 @@ def _embedding(rows: int, columns: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_embedding(rows: int, columns: int) -> None:
-    no_difference(world.run(4, _embedding, rows, columns))
+    no_difference(world.run(4, _embedding, rows, columns), TOLERANCE)
 
 
 def _frozen(rows: int, columns: int) -> None:
@@ -207,7 +207,7 @@ def _prepare(rows: int, columns: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_prepare_module_input_and_output(rows: int, columns: int) -> None:
-    no_difference(world.run(4, _prepare, rows, columns))
+    no_difference(world.run(4, _prepare, rows, columns), TOLERANCE)
 
 
 def _several_inputs(rows: int, columns: int) -> dict[str, float]:
@@ -269,7 +269,7 @@ def test_several_inputs(rows: int, columns: int) -> None:
     They stayed local, so that ``linear(x) + y`` mixed a DTensor with a tensor. It does not matter
     in which order, or call, the two styles are applied.
     """
-    no_difference(world.run(4, _several_inputs, rows, columns))
+    no_difference(world.run(4, _several_inputs, rows, columns), TOLERANCE)
 
 
 def _lengths() -> None:
@@ -365,7 +365,7 @@ def _tables(rows: int, columns: int) -> dict[str, float]:
 @pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (1, 4)])
 def test_a_table_is_the_same_on_every_row(rows: int, columns: int) -> None:
     """A table declared ``Replicate()`` was taken for tokens of this row: R times its length."""
-    no_difference(world.run(4, _tables, rows, columns))
+    no_difference(world.run(4, _tables, rows, columns), TOLERANCE)
 
 
 def _refusals() -> list[str]:
@@ -452,7 +452,7 @@ def _sequence(rows: int, columns: int) -> dict[str, float]:
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_sequence_parallel(rows: int, columns: int) -> None:
     """Norms in C++ and in Python; a DTensor sharded in another dim is resharded first."""
-    no_difference(world.run(4, _sequence, rows, columns))
+    no_difference(world.run(4, _sequence, rows, columns), TOLERANCE)
 
 
 def _dropout() -> list[Any]:

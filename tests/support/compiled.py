@@ -14,10 +14,7 @@ from torch._inductor.compile_fx import select_decomp_table
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 
-from support.models import (
-    grid_mesh,
-    relative,
-)
+from support.models import grid_mesh, relative
 from support.pipelined import Block, differences, letter, plan
 from torch_tp2d import Rowwise2D, comm, parallelize_module
 

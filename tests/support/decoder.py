@@ -11,13 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from support.models import DOUBLE
-from torch_tp2d import (
-    Attention2D,
-    Colwise2D,
-    Lifted,
-    Rowwise2D,
-    attention_projections,
-)
+from torch_tp2d import Attention2D, Colwise2D, Lifted, Rowwise2D, attention_projections
 
 
 def rope_tables(positions: Tensor, features: int) -> tuple[Tensor, Tensor]:

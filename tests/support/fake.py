@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from support.models import (
-    grid_mesh,
-)
+from support.models import grid_mesh
 
 NAMES = ("tp_row", "tp_col")
 

@@ -1,4 +1,4 @@
-"""What a mistake is to be met with: an error on every rank, before anything is sent."""
+"""What a mistake is met with: an error on every rank, before anything is sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Heads(nn.Module):
         self.wq, self.wk, self.wo = nn.Linear(12, 12), nn.Linear(12, 8), nn.Linear(12, 12)
 
 
-class Model(nn.Module):
+class SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 12)

@@ -17,20 +17,16 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.testing._internal.distributed._tensor.common_dtensor import (
-    ModelArgs,
-    Transformer,
-)
+from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 import torch_tp2d
-from torch_tp2d import (
-    Colwise2D,
-    Lifted,
-    Rowwise2D,
-)
+from torch_tp2d import Colwise2D, Lifted, Rowwise2D
 
 # torch's Transformer ends in `.float()`, which would round the fp64 logits to fp32.
 DOUBLE = torch.float64
+
+EVEN, UNEVEN = (4, 8, 8), (3, 13, 33)
+"""Batch, sequence, vocab. On 4 rows a batch of 3 leaves one without tokens."""
 
 
 class DoubleTransformer(Transformer):
@@ -59,6 +55,11 @@ def batch(size: int, sequence: int, vocab: int, seed: int = 1) -> tuple[Tensor, 
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (size, sequence), generator=generator)
     return ids, torch.randint(0, vocab, (size, sequence), generator=generator)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def tutorial_plan(colwise: Any, rowwise: Any, **head: Any) -> dict[str, Any]:
@@ -181,18 +182,10 @@ def train_beside(
     return worst
 
 
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-EVEN, UNEVEN = (4, 8, 8), (3, 13, 33)
-"""Batch, sequence, vocab. On 4 rows a batch of 3 leaves one without tokens."""
-
-
 def train_by(
     plan: Callable[[], dict[str, Any]], rows: int, columns: int, sizes: tuple[int, int, int]
 ) -> tuple[float, float]:
+    """The largest difference of training by a plan; a rank's share of the weights, times ranks."""
     size, sequence, vocab = sizes
     mesh = grid_mesh(rows, columns)
     reference = transformer(vocab)

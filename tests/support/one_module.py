@@ -19,15 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-)
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from support.models import noise, relative
-from torch_tp2d import (
-    parallelize_module,
-)
+from torch_tp2d import parallelize_module
 
 TOLERANCE = 1e-12
 """Relative, in fp64, unless a test says otherwise."""
@@ -35,6 +31,17 @@ TOLERANCE = 1e-12
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3)]
 DEEP = [pytest.param(*grid, marks=pytest.mark.deep) for grid in ((2, 4), (3, 3))]
 FEW = [(2, 2), (1, 4), (4, 1), (2, 3)]
+
+SIZES = [(4, 6, 12, 24), (3, 5, 7, 11), (1, 2, 3, 2)]
+"""Batch, sequence, features in and out: even, odd, and smaller than the grid."""
+SOME_INPUTS = [
+    ("local", "token"),
+    ("local", "feature"),
+    ("mesh", "feature"),
+    ("mesh", "whole"),
+    ("sub-mesh", "row"),
+]
+OUTPUTS = ["token", "feature", "row", "whole"]
 
 Layout = tuple[Placement, Placement]
 WHOLE: Layout = (Replicate(), Replicate())
@@ -248,9 +255,6 @@ def linear(kind: str, k: int, n: int) -> nn.Module:
     return randomized(module)
 
 
-# What a module keeps, and how plans reach it.
-
-
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -273,17 +277,3 @@ def layout_of(name: str, row_dim: int) -> Layout:
         "transposed whole": (Shard(-1), Replicate()),
         "columns": (Replicate(), Shard(-1)),
     }[name]
-
-
-# Linear and Conv1D.
-
-SIZES = [(4, 6, 12, 24), (3, 5, 7, 11), (1, 2, 3, 2)]
-"""Batch, sequence, features in and out: even, odd, and smaller than the grid."""
-SOME_INPUTS = [
-    ("local", "token"),
-    ("local", "feature"),
-    ("mesh", "feature"),
-    ("mesh", "whole"),
-    ("sub-mesh", "row"),
-]
-OUTPUTS = ["token", "feature", "row", "whole"]

@@ -13,12 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from support.models import grid_mesh, noise, relative
 from support.one_module import Layout, Mlp, feed, gradients, join, one_device, randomized
-from torch_tp2d import (
-    Colwise2D,
-    Norm2D,
-    Rowwise2D,
-    parallelize_module,
-)
+from torch_tp2d import Colwise2D, Norm2D, Rowwise2D, parallelize_module
 
 STATIONARY = "weight_stationary"
 

@@ -18,14 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from support import world
 from support.compiled import recorded
 from support.marks import deep
-from support.models import (
-    grid_mesh,
-    parallelize,
-    plan_2d,
-    plan_mixed,
-    train_beside,
-    transformer,
-)
+from support.models import grid_mesh, parallelize, plan_2d, plan_mixed, train_beside, transformer
 
 world.preload("torch._inductor.compile_fx")
 TOLERANCE = 1e-11

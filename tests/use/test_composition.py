@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import parallelize_module as stock_parall
 
 import torch_tp2d
 from support import world
+from support.dropout import on_one_device
 from support.marks import deep
 from support.models import (
     batch,
@@ -201,7 +202,6 @@ def llama_plan(*, tokens: bool) -> dict[str, Any]:
 def _adapters(tokens: bool, rows: int, columns: int) -> dict[str, float]:
     """Three AdamW steps of the adapters alone, then merged into the weights, and taken out."""
     from peft import LoraConfig, get_peft_model
-    from test_dropout import on_one_device
 
     vocab, dropout = 33, 0.3
     every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -60,7 +60,7 @@ def _train(shape: Shape, cases: list[str]) -> Differences:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training(shape: Shape) -> None:
     """Half of the cases on a column, half on a row."""
-    no_difference(world.run(4, _train, shape, list(CASES)[SHAPES.index(shape) :: 2]))
+    no_difference(world.run(4, _train, shape, list(CASES)[SHAPES.index(shape) :: 2]), TOLERANCE)
 
 
 @pytest.mark.deep
@@ -68,7 +68,7 @@ def test_training(shape: Shape) -> None:
     "shape", [*SHAPES, (2, 2, 2), (1, 2, 2), (2, 2, 1, 2), (2, 1, 1, 2)], ids=str
 )
 def test_training_in_every_case(shape: Shape) -> None:
-    no_difference(world.run(torch.Size(shape).numel(), _train, shape, list(CASES)))
+    no_difference(world.run(torch.Size(shape).numel(), _train, shape, list(CASES)), TOLERANCE)
 
 
 def _reshard_to_two() -> Differences:
@@ -77,7 +77,7 @@ def _reshard_to_two() -> Differences:
 
 @pytest.mark.deep
 def test_resharding_to_a_part_of_the_replicas() -> None:
-    no_difference(world.run(8, _reshard_to_two))
+    no_difference(world.run(8, _reshard_to_two), TOLERANCE)
 
 
 def _by_hand(shape: Shape) -> Differences:
@@ -174,8 +174,8 @@ def test_what_a_training_loop_asks_for(shape: Shape) -> None:
     """
     size = torch.Size(shape).numel()
     for body in (_by_hand, _optimizer_in_backward):
-        no_difference(world.run(size, body, shape))
-    no_difference(world.run(size, _accumulate, shape, list(WAYS)))
+        no_difference(world.run(size, body, shape), TOLERANCE)
+    no_difference(world.run(size, _accumulate, shape, list(WAYS)), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_a_training_loop_asks_for(shape: Shape) -> None:
     ],
 )
 def test_accumulation_in_replicas_of_shards(shape: Shape, ways: list[str]) -> None:
-    no_difference(world.run(torch.Size(shape).numel(), _accumulate, shape, ways))
+    no_difference(world.run(torch.Size(shape).numel(), _accumulate, shape, ways), TOLERANCE)
 
 
 def _clip(shape: Shape) -> Differences:
@@ -217,7 +217,7 @@ def _clip(shape: Shape) -> Differences:
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), deep((1, 2, 2)), deep((2, 2, 1)), deep((2, 2, 2))])
 def test_clipping(shape: Shape) -> None:
-    no_difference(world.run(torch.Size(shape).numel(), _clip, shape))
+    no_difference(world.run(torch.Size(shape).numel(), _clip, shape), TOLERANCE)
 
 
 def _precision(shape: Shape, low: torch.dtype) -> tuple[set[Any], float]:

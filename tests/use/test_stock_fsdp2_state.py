@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from support import world
-from support.fsdp import NAMES, PLANS, SHAPES, VOCAB, Differences, Pair, Shape, shard
+from support.fsdp import NAMES, PLANS, SHAPES, TOLERANCE, VOCAB, Differences, Pair, Shape, shard
 from support.marks import deep
 from support.models import parallelize, relative, transformer
 from support.one_module import no_difference
@@ -61,7 +61,7 @@ def _from_meta(shape: Shape, tied: bool) -> Differences:
 
 @pytest.mark.parametrize("shape,tied", [(SHAPES[0], False), (SHAPES[1], True)])
 def test_made_on_meta(shape: Shape, tied: bool) -> None:
-    no_difference(world.run(4, _from_meta, shape, tied))
+    no_difference(world.run(4, _from_meta, shape, tied), TOLERANCE)
 
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -164,4 +164,4 @@ def _state_dicts(shape: Shape, plan: str) -> Differences:
     ],
 )
 def test_state_dicts(shape: Shape, plan: str) -> None:
-    no_difference(world.run(torch.Size(shape).numel(), _state_dicts, shape, plan))
+    no_difference(world.run(torch.Size(shape).numel(), _state_dicts, shape, plan), TOLERANCE)
