@@ -30,8 +30,6 @@ from support.stock import BOTH, FEATURES, GRIDS, ROW, TOLERANCE, run_beside
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 from torch_tp2d.mesh.layouts import Layout
 
-WHOLE: Layout = Replicate(), Replicate()
-
 
 class _Mlp(nn.Module):
     def __init__(self) -> None:

@@ -14,9 +14,12 @@ from torch._inductor.compile_fx import select_decomp_table
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.fx import GraphModule
 
+from support import world
 from support.models import grid_mesh, relative
 from support.pipelined import Block, differences, letter, plan
 from torch_tp2d import Rowwise2D, comm, parallelize_module
+
+world.preload("torch._inductor.compile_fx")
 
 
 class _Recorder:

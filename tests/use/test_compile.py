@@ -20,7 +20,6 @@ from support.compiled import recorded
 from support.marks import deep
 from support.models import grid_mesh, parallelize, plan_2d, plan_mixed, train_beside, transformer
 
-world.preload("torch._inductor.compile_fx")
 TOLERANCE = 1e-11
 BACKEND = "aot_eager_decomp_partition"
 
