@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# The fork server, which is a process of its own, imports the tests' helpers too.
+# Ranks, and the server that they are forked from, import by name what a test hands them: a body of
+# styles/test_linear.py from styles.test_linear, what tests share from support.
 _here = os.path.dirname(__file__)
 _root = os.path.dirname(_here)
 _examples = os.path.join(_root, "tutorials")
@@ -14,6 +15,7 @@ _paths = [_here, _root, os.environ.get("PYTHONPATH", ""), _examples]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _paths if path)
 sys.path[:0] = [_here]
 sys.path.append(_examples)
+pytest.register_assert_rewrite("support")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +35,6 @@ def _ranks() -> Iterator[None]:
     # Not of all modules: process groups, each with threads that poll, gather in the ranks.
     yield
     # Later, as it can be imported only from the paths above.
-    import world
+    from support import world
 
     world.close()

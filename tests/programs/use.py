@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torch_tp2d
+from support.models import noise
 from torch_tp2d import planner
 
 from .data import Attention, Model, Op, Program
@@ -48,11 +49,6 @@ def mesh_of(grid: tuple[int, int], dp: int, embeds: bool) -> DeviceMesh:
         else:
             _meshes[key] = init_device_mesh("cpu", grid, mesh_dim_names=names[1:])
     return _meshes[key]
-
-
-def noise(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def play(program: Program) -> list[str]:

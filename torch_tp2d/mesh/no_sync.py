@@ -40,7 +40,7 @@ class no_sync:
         ValueError: for a mesh that is not ``("tp_row", "tp_col")``.
 
     Source: FSDP2 and DDP accumulate so along their axis; TP2D (doi 10.11992/tis.202411023) does
-    not speak of it. The count is ours, held by ``tests/test_accumulation.py``.
+    not speak of it. The count is ours, held by ``tests/use/test_accumulation.py``.
 
     Example::
 

@@ -1,0 +1,143 @@
+"""What ``"auto"`` chooses, from sizes, the grid and rates; and that any choice trains alike."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_tp2d
+from support import world
+from support.marks import deep
+from support.models import grid_mesh, parallelize, plan_2d, relative, train_beside, transformer
+from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, planner
+from torch_tp2d.mesh import layouts
+from torch_tp2d.mesh.layouts import STATIONARY
+from torch_tp2d.planner import Rates, choice
+from torch_tp2d.planner.choice import LinearCase, choose_algorithm, choose_dataflow
+
+SLOW = Rates(row=25e6, col=25e6, flops=2e10)
+"""Links of 200 Mbit/s between CPUs."""
+
+
+def _case(columns: int = 2, rows: int = 2, rule: Any = layouts.COLWISE, **args: Any) -> LinearCase:
+    stream, features = (Shard(0), Shard(1)), (Shard(0), Shard(-1))
+    takes, gives = (stream, features) if rule is layouts.COLWISE else (features, stream)
+    given = {"in_features": 512, "out_features": 512}
+    return LinearCase(rule, takes, gives, rows=rows, columns=columns, **{**given, **args})
+
+
+@pytest.mark.parametrize("rule", [layouts.COLWISE, layouts.ROWWISE])
+@pytest.mark.parametrize("backward", [False, True])
+def test_few_tokens_move_instead_of_the_weight(rule: Any, backward: bool) -> None:
+    case = _case(rule=rule)
+    chosen = [choose_dataflow(case, tokens, 4, SLOW, backward=backward) for tokens in (1, 16, 4096)]
+    assert chosen == [STATIONARY, STATIONARY, rule.dataflow]
+
+
+def test_a_weight_that_never_moves_is_left_where_it_is() -> None:
+    """On one row every dataflow keeps the weight; the style's own is the plain one."""
+    for tokens in (1, 4096):
+        case = _case(rows=1, columns=4)
+        assert choose_dataflow(case, tokens, 4, SLOW, backward=True) == "output_stationary"
+
+
+def test_the_slower_axis_decides() -> None:
+    """Weights move along tp_row: a fast tp_row takes them, a slow one does not."""
+    case, tokens = _case(), 192
+    fast_row, slow_row = SLOW._replace(row=math.inf), SLOW._replace(row=2.5e6)
+    assert choose_dataflow(case, tokens, 4, fast_row, backward=True) == "output_stationary"
+    assert choose_dataflow(case, tokens, 4, slow_row, backward=True) == STATIONARY
+
+
+def test_rounds_pay_where_the_link_is_slow() -> None:
+    assert choose_algorithm(True, SLOW) == "pipelined"
+    assert choose_algorithm(True, None) == "pipelined"
+    assert choose_algorithm(True, Rates(5e9, 5e9, 1e10)) == "collective"
+    # One slow axis is reason enough.
+    assert choose_algorithm(True, Rates(5e9, 25e6, 1e10)) == "pipelined"
+    assert choose_algorithm(False, SLOW) == "collective"
+
+
+def _measured() -> tuple[Any, bool]:
+    planner.rates._assumed.clear()
+    mesh = grid_mesh(2, 2)
+    linear = nn.Linear(8, 8)
+    torch_tp2d.parallelize_module(linear, mesh, Colwise2D())
+    runner: Any = linear._tp2d
+    again = planner.rates.measured(mesh, runner.grid.row, runner.grid.col)
+    return tuple(runner.rates), again is runner.rates
+
+
+def test_rates_are_measured_once_and_agreed_on() -> None:
+    answers = world.run(4, _measured)
+    assert len(set(answers)) == 1
+    rates, once = answers[0]
+    assert once and all(0 < rate < math.inf for rate in rates)
+
+
+def _named() -> str:
+    planner.assume(SLOW)
+    linear = nn.Linear(8, 8)
+    torch_tp2d.parallelize_module(linear, grid_mesh(2, 1), Colwise2D(algorithm="summa"))
+    return type(linear._tp2d).__name__
+
+
+def test_a_named_algorithm_is_what_runs() -> None:
+    """It is a way of moving the weight: ``auto`` must not choose the dataflow that moves none."""
+    assert set(world.run(2, _named)) == {"LinearRunner"}
+
+
+def _trained(rows: int, columns: int, sizes: tuple[int, int, int], plan: Any) -> float:
+    planner.assume(SLOW)
+    choice.ADVANTAGE = math.inf
+    size, sequence, vocab = sizes
+    reference = transformer(vocab)
+    model = copy.deepcopy(reference)
+    parallelize(model, grid_mesh(rows, columns), plan())
+    worst = train_beside(reference, model, vocab, size, sequence)
+    assert set(model.layers[0].attention.wq._tp2d.chosen.values()) == {STATIONARY}
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 2), (4, 1), deep(1, 4), deep(2, 4)])
+def test_a_plan_trains_as_on_one_device_if_no_weight_moves(rows: int, columns: int) -> None:
+    """Uneven tokens, in the tutorial's plan: what is chosen where tokens are few."""
+    sizes = (3, 13, 33)
+    assert max(world.run(rows * columns, _trained, rows, columns, sizes, plan_2d)) < 1e-11
+
+
+def _decoded() -> tuple[float, int, int]:
+    """One token through an MLP, chosen for; what it differs by, and bytes by either dataflow."""
+    planner.assume(SLOW)
+    mesh = grid_mesh(2, 2)
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 96), nn.Linear(96, 32)).double()
+    moved, differs = [], 0.0
+    for dataflow in ("auto", None):
+        style = {} if dataflow is None else {"dataflow": dataflow}
+        plan = {
+            "0": Rowwise2D(output_layouts=Replicate()),
+            "1": Colwise2D(**(style or {"dataflow": "output_stationary"})),
+            "2": Rowwise2D(**(style or {"dataflow": "input_stationary"}), use_local_output=False),
+        }
+        model = copy.deepcopy(one)
+        torch_tp2d.parallelize_module(model, mesh, plan)
+        ids = torch.tensor([[3], [5]])
+        for prompt in (torch.arange(8).expand(2, 8).repeat(1, 64), ids):
+            with torch.no_grad(), CommCounter(mesh) as counted:
+                y = model(prompt)
+            differs = max(differs, relative(y.full_tensor(), one(prompt)))
+        moved.append(counted.total_bytes)
+    return differs, moved[0], moved[1]
+
+
+def test_it_changes_between_a_prompt_and_a_token() -> None:
+    for differs, chosen, own in world.run(4, _decoded):
+        assert differs < 1e-12
+        assert 4 * chosen < own

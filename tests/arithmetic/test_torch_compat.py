@@ -1,0 +1,462 @@
+"""What torch does not promise to keep: where we use it, that it still does what we use it for.
+
+One test for each name of ``torch_tp2d/_torch_compat.py``, so that a release of torch that takes one
+away or changes it fails in the test of that name, and not somewhere in a model.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel.ddp import _localize_dtensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from torch_tp2d import _torch_compat as compat
+
+PACKAGE = Path(compat.__file__).parent
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp_row", "tp_col"))
+    dist.destroy_process_group()
+
+
+CHECKS: dict[str, Callable[..., None]] = {}
+
+
+def of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The check of these names."""
+
+    def note(check: Callable[..., None]) -> Callable[..., None]:
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return note
+
+
+@pytest.mark.parametrize("name", compat.__all__)
+def test_it_does_what_it_is_for(name: str, mesh: DeviceMesh) -> None:
+    CHECKS[name](mesh)
+
+
+class _Named(Tensor):
+    """A subclass that handles no function itself, and notes the operators that it meets."""
+
+    met: list[str] = []
+    __torch_function__ = compat.disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.met.append(str(func))
+        return torch.zeros(())
+
+
+@of("make_wrapper_subclass", "disabled_torch_function_impl")
+def _(mesh: DeviceMesh) -> None:
+    x: Tensor = compat.make_wrapper_subclass(
+        _Named, torch.Size((2, 3)), dtype=torch.float64, device=CPU, requires_grad=True
+    )
+    assert isinstance(x, _Named) and x.shape == (2, 3) and x.dtype == torch.float64
+    assert x.requires_grad
+    _Named.met.clear()
+    x.add(1)
+    assert _Named.met == ["aten.add.Tensor"]
+
+
+class _Counts(Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls += 1
+        with compat.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@of("DisableTorchFunctionSubclass")
+def _(mesh: DeviceMesh) -> None:
+    x = torch.ones(2).as_subclass(_Counts)
+    _Counts.calls = 0
+    assert torch.add(x, 1).tolist() == [2, 2]
+    assert _Counts.calls == 1
+
+
+@of("AutoDispatchBelowAutograd")
+def _(mesh: DeviceMesh) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with compat.AutoDispatchBelowAutograd():
+        assert torch.ops.aten.mul.Tensor(x, 2).grad_fn is None
+    assert torch.ops.aten.mul.Tensor(x, 2).grad_fn is not None
+
+
+class _Ops(compat.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@of("TorchDispatchMode", "disable_current_modes", "dispatch_modes", "is_mutable")
+def _(mesh: DeviceMesh) -> None:
+    assert list(compat.dispatch_modes()) == []
+    with _Ops() as mode:
+        assert list(compat.dispatch_modes()) == [mode]
+        x = torch.zeros(2)
+        x.add_(1)
+        with compat.disable_current_modes():
+            x.mul_(2)
+    assert [str(op) for op in mode.seen] == ["aten.zeros.default", "aten.add_.Tensor"]
+    assert [compat.is_mutable(op) for op in mode.seen] == [False, True]
+
+
+@of("SELECTIVE_MODES")
+def _(mesh: DeviceMesh) -> None:
+    found = []
+
+    def body(x: Tensor) -> Tensor:
+        found.append([type(mode) for mode in compat.dispatch_modes()])
+        return x.sin()
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(body, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert found == [[mode] for mode in compat.SELECTIVE_MODES]
+
+
+@of("active_fake_mode")
+def _(mesh: DeviceMesh) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert compat.active_fake_mode() is None
+    with FakeTensorMode() as mode:
+        assert compat.active_fake_mode() is mode
+
+
+@of("are_functorch_transforms_active")
+def _(mesh: DeviceMesh) -> None:
+    seen = []
+
+    def body(x: Tensor) -> Tensor:
+        seen.append(compat.are_functorch_transforms_active())
+        return x.sum()
+
+    body(torch.ones(2))
+    torch.func.grad(body)(torch.ones(2))
+    assert seen == [False, True]
+
+
+@of("disable_dynamo")
+def _(mesh: DeviceMesh) -> None:
+    compiling = []
+
+    @compat.disable_dynamo
+    def inner(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x * 2) * 3
+
+    assert torch.compile(outer, backend="eager")(torch.ones(1)).item() == 9
+    assert compiling == [False]
+
+
+@of("tree_leaves", "tree_map_only")
+def _(mesh: DeviceMesh) -> None:
+    x, y = torch.zeros(1), torch.ones(2)
+    tree = [x, {"a": (y, 3)}]
+    assert [id(leaf) for leaf in compat.tree_leaves(tree)] == [id(x), id(y), id(3)]
+    assert compat.tree_map_only(Tensor, torch.numel, tree) == [1, {"a": (2, 3)}]
+
+
+@of("version")
+def _(mesh: DeviceMesh) -> None:
+    x = torch.ones(2)
+    before = compat.version(x)
+    x[:1].mul_(2)
+    assert compat.version(x) == before + 1
+
+
+@of("current_graph_task_id", "current_autograd_node", "at_end_of_backward")
+def _(mesh: DeviceMesh) -> None:
+    events: list[Any] = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            events.append((compat.current_graph_task_id(), compat.current_autograd_node()))
+            compat.at_end_of_backward(lambda: events.append("end"))
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    y = Node.apply(x)
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+    (first, node), *between, (second, _), _, _ = events
+    assert between == ["gradient", "end"] and events[-2:] == between
+    assert -1 not in (first, second) and first != second and node is y.grad_fn
+    assert compat.current_graph_task_id() == -1
+
+
+@of("hooks_again")
+def _(mesh: DeviceMesh) -> None:
+    fired: list[None] = []
+
+    def hook(_: Any) -> None:
+        fired.append(None)
+
+    module = nn.Linear(2, 2, bias=False, device="meta")
+    module.weight = nn.Parameter(distribute_tensor(module.weight, mesh))
+    assert not compat.hooks_again(module.weight, hook)
+    module.weight.register_post_accumulate_grad_hook(hook)
+    module.to_empty(device="cpu")
+    assert compat.hooks_again(module.weight, hook)
+    module.weight.to_local().sum().backward()
+    assert len(fired) == 1
+
+
+@of("c10d_functional", "collective_of")
+def _(mesh: DeviceMesh) -> None:
+    group = mesh.get_group(0)
+    with _Ops() as mode:
+        ops, name = compat.c10d_functional, group.group_name
+        x = ops.wait_tensor.default(ops.all_reduce.default(torch.ones(2), "sum", name))
+        y = ops.wait_tensor(ops.all_gather_into_tensor.default(x + 1, 1, name))
+        z = ops.reduce_scatter_tensor.default(y, "sum", 1, name)
+        w = ops.all_to_all_single.default(ops.wait_tensor.default(z), [2], [2], name)
+        last = ops.wait_tensor(ops.broadcast.default(ops.wait_tensor.default(w), 0, name))
+    assert last.tolist() == [2, 2]
+    assert [found for found in map(compat.collective_of, mode.seen) if found] == [
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+        "broadcast",
+    ]
+
+
+def _attention() -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Query, key and value, the output of a causal attention, and their gradients from its sum."""
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(1, 2, 4, 8, generator=generator).double().requires_grad_() for _ in range(3)
+    ]
+    scores = given[0] @ given[1].mT * 0.3
+    hidden = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ given[2]
+    return [x.detach() for x in given], out.detach(), list(torch.autograd.grad(out.sum(), given))
+
+
+@of("flash_attention_for_cpu", "flash_attention_for_cpu_backward")
+def _(mesh: DeviceMesh) -> None:
+    given, wanted, wanted_grads = _attention()
+    out, log = compat.flash_attention_for_cpu(*given, 0.0, True, attn_mask=None, scale=0.3)
+    torch.testing.assert_close(out, wanted)
+    first = (given[0][:, :, 0] * given[1][:, :, 0]).sum(-1) * 0.3
+    torch.testing.assert_close(log[:, :, 0], first)
+    grads = compat.flash_attention_for_cpu_backward(
+        *(torch.ones_like(out), *given, out, log, 0.0, True), attn_mask=None, scale=0.3
+    )
+    for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(grad, wanted_grad)
+
+
+@of("flash_attention", "flash_attention_backward")
+def _(mesh: DeviceMesh) -> None:
+    """Of CUDA: here only that they take what we give."""
+    names = {
+        compat.flash_attention: ("query", "key", "value", "dropout_p", "is_causal"),
+        compat.flash_attention_backward: ("grad_out", "query", "key", "value", "out", "logsumexp"),
+    }
+    for op, first in names.items():
+        arguments = [argument.name for argument in op.default._schema.arguments]
+        assert tuple(arguments[: len(first)]) == first and "scale" in arguments
+    if not torch.cuda.is_available():
+        return
+    given, wanted, wanted_grads = _attention()
+    given = [x.cuda().half() for x in given]
+    out, log, *_ = compat.flash_attention(*given, 0.0, True, False, scale=0.3)
+    unused = torch.empty(0, dtype=torch.uint64, device="cuda")
+    grads = compat.flash_attention_backward(
+        *(torch.ones_like(out), *given, out, log, None, None, 4, 4, 0.0, True, unused, unused),
+        scale=0.3,
+    )
+    close: dict[str, Any] = {"atol": 0.02, "rtol": 0.02, "check_dtype": False}
+    for ours, theirs in zip((out, *grads), (wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, **close)
+
+
+@of("safe_softmax")
+def _(mesh: DeviceMesh) -> None:
+    scores = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
+    assert compat.safe_softmax(scores, -1, torch.float32).tolist() == [[0.5, 0.5], [0, 0]]
+
+
+@of("flex_attention_op")
+def _(mesh: DeviceMesh) -> None:
+    from torch.overrides import TorchFunctionMode
+
+    met: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is compat.flex_attention_op:
+                met.append(next(x for x in args[4] if isinstance(x, Tensor)).shape)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 3, 8, 8)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 2, None, 8, 8, device="cpu")
+    with Mode():
+        flex_attention(x, x, x, block_mask=mask)
+    # What is asked of a mask is how many batches and heads it is for.
+    assert met and all(shape[:2] == (2, 1) for shape in met)
+
+
+@of("root_mesh", "current_mesh")
+def _(mesh: DeviceMesh) -> None:
+    assert compat.root_mesh(mesh["tp_col"]) is mesh and compat.root_mesh(mesh) is mesh
+    with mesh:
+        assert compat.current_mesh() is mesh
+
+
+@of("resolve_process_group", "backend_of")
+def _(mesh: DeviceMesh) -> None:
+    group = mesh.get_group("tp_col")
+    assert compat.resolve_process_group(group.group_name) is group
+    assert compat.backend_of(group, CPU).name() == "gloo"
+    assert compat.backend_of(group, torch.device("meta")) is None
+
+
+@of("timeout_of", "set_timeout", "default_timeout")
+def _(mesh: DeviceMesh) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert compat.timeout_of(world, CPU) == timedelta(seconds=77)
+    assert compat.timeout_of(world, torch.device("meta")) is None
+    group = dist.new_group([0], timeout=timedelta(seconds=5))
+    compat.set_timeout(timedelta(seconds=6), group)
+    assert compat.timeout_of(group, CPU) == timedelta(seconds=6)
+    # Which is why a mesh's groups are given the world's.
+    assert compat.timeout_of(dist.new_group([0]), CPU) == compat.default_timeout(group)
+    assert compat.default_timeout(group) == timedelta(minutes=30)
+
+
+@of("gloo_options")
+def _(mesh: DeviceMesh) -> None:
+    devices = [dist.ProcessGroupGloo.create_default_device()]
+    options = compat.gloo_options(devices, 1, timedelta(seconds=9))
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    made: Any = group.options
+    assert (made._threads, made._timeout) == (1, timedelta(seconds=9))
+
+
+@of("StridedShard")
+def _(mesh: DeviceMesh) -> None:
+    placed = compat.StridedShard(0, split_factor=3)
+    assert isinstance(placed, compat.StridedShard) and (placed.dim, placed.split_factor) == (0, 3)
+
+
+@of("local_tensor", "spec_of", "dtensor_of")
+def _(mesh: DeviceMesh) -> None:
+    plain = torch.arange(6.0).view(2, 3)
+    x = distribute_tensor(plain, mesh, (Shard(0), Replicate()))
+    assert compat.local_tensor(plain) is plain and compat.spec_of(plain) is None
+    local, spec = compat.local_tensor(x), compat.spec_of(x)
+    assert type(local) is Tensor and torch.equal(local, plain)
+    assert (spec.mesh, spec.placements, spec.shape) == (mesh, x.placements, x.shape)
+    made = compat.dtensor_of(local + 1, spec)
+    assert isinstance(made, DTensor) and torch.equal(made.full_tensor(), plain + 1)
+    assert compat.spec_of(made) == spec and compat.spec_of(made) is not spec
+
+
+@of("parameters_of", "submodules_of", "forward_pre_hooks", "forward_hooks")
+def _(mesh: DeviceMesh) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    assert compat.parameters_of(module) == {"weight": module.weight, "bias": None}
+    parent = nn.Module()
+    parent.inner, parent.pruned = module, None
+    parent.register_module("gone", None)
+    assert compat.submodules_of(parent) == {"inner": module, "gone": None}
+
+    def hook(*_: Any) -> None:
+        raise AssertionError("taken off")
+
+    module.register_forward_pre_hook(hook)
+    module.register_forward_hook(hook)
+    for hooks in (compat.forward_pre_hooks(module), compat.forward_hooks(module)):
+        assert list(hooks.values()) == [hook]
+        hooks.clear()
+    module(torch.ones(1, 2))
+
+
+@of("REPLICATE", "has_replicate")
+def _(mesh: DeviceMesh) -> None:
+    module = nn.Linear(2, 2)
+    assert not compat.has_replicate(module)
+    assert compat.has_replicate(replicate(module))
+    assert replicate.__module__ == compat.REPLICATE
+
+
+@of("was_localized")
+def _(mesh: DeviceMesh) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh))
+    assert not compat.was_localized(module.weight)
+    _localize_dtensor(module)
+    assert compat.was_localized(module.weight)
+
+
+def test_a_style_is_applied_by_its_apply(mesh: DeviceMesh) -> None:
+    """``ParallelStyle._apply`` is private by its name, and how torch has styles of one's own."""
+    applied: list[Any] = []
+
+    class Style(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            applied.append((module, device_mesh, self.src_data_rank))
+            return module
+
+    module = nn.Linear(2, 2)
+    torch.distributed.tensor.parallel.parallelize_module(module, mesh, Style(), src_data_rank=None)
+    assert applied == [(module, mesh, None)]
+    assert ParallelStyle.__abstractmethods__ == {"_apply"}
+
+
+def test_all_that_is_wrapped_is_used_and_checked() -> None:
+    used = {
+        alias.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("_torch_compat")
+        for alias in node.names
+    }
+    assert used == set(compat.__all__) == CHECKS.keys()

@@ -1,0 +1,1 @@
+"""What a user starts: tutorials, notebooks, benchmarks, integrations."""

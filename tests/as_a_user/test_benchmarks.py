@@ -1,0 +1,240 @@
+"""The benchmark's arithmetic and bookkeeping. What it measures is not tested."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import compare
+import convergence
+import hf_speed
+import measure
+import plot
+import traffic
+from variants import STOCK_PLANS, Share, Sizes, build
+
+SIZES = Sizes(layers=2, hidden=512, heads=8, batch=8, seq=512)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class TestPredictedBytes:
+    @pytest.mark.parametrize(
+        "plan, share, megabytes",
+        [
+            ("tp", Share(1, 4), 151.0),
+            ("tp-input", Share(1, 4), 100.7),
+            ("tp-sp", Share(1, 4, True), 100.7),
+            ("fsdp", Share(4, 1), 56.6),
+            ("fsdp-kept", Share(4, 1), 37.75),
+            ("fsdp-tp", Share(2, 2), 52.4),
+            ("fsdp-sp-kept", Share(2, 2, True), 46.1),
+            ("tp2d", Share(2, 2, True), 46.1),
+        ],
+    )
+    def test_of_the_block(self, plan: str, share: Share, megabytes: float) -> None:
+        predicted = traffic.predicted_bytes(plan, share, SIZES)
+        assert predicted == pytest.approx(megabytes * 1e6, rel=1e-3)
+
+    def test_a_grid_contains_a_line_of_tp_sp_and_fsdp(self) -> None:
+        """FSDP gathers its weights twice, a grid keeps them for backward by default."""
+        for share, plan, ratio in ((Share(1, 4), "tp-sp", 1), (Share(4, 1), "fsdp", 2 / 3)):
+            grid = traffic.predicted_bytes("tp2d", share, SIZES)
+            other = traffic.predicted_bytes(plan, share, SIZES)
+            assert other is not None and grid == pytest.approx(other * ratio)
+
+    @pytest.mark.usefixtures("four_ranks")
+    def test_is_what_the_collectives_of_each_plan_add_up_to(self) -> None:
+        small = Sizes(layers=1, hidden=256, heads=8, batch=4, seq=64)
+        names = [name for name in STOCK_PLANS if name != "cp-tp"] + ["tp2d"]
+        # An efficient reduce-scatter makes a gloo group, which a fake world cannot connect.
+        variants, refused = build(names, [(2, 2)], small)
+        assert not refused
+        for variant in variants:
+            if variant.efficient:
+                continue
+            with traffic.WireCounter() as counter:
+                variant.step(small.elements)
+            name = variant.name.partition(" ")[0]
+            predicted = traffic.predicted_bytes(name, variant.share, small)
+            assert counter.total_bytes == pytest.approx(predicted, rel=0.02), name
+
+
+def test_the_headline_is_against_the_best_stock_plan_and_the_best_in_no_more_memory() -> None:
+    """Against plain TP, which a careful user would not run, a ratio says little."""
+
+    def record(plan: str, seconds: list[float], peak: float, efficient: bool = False) -> Any:
+        return {
+            "plan": plan,
+            "efficient_reduce_scatter": efficient,
+            "seconds": sorted(seconds)[1],
+            "step_peak_bytes": peak,
+            "rounds": {"seconds": seconds, "stolen": [0.0] * 3},
+        }
+
+    records = [
+        record("tp", [9.0, 9.0, 9.0], 50.0),
+        record("fsdp-tp-kept 2x2", [3.0, 3.6, 3.0], 200.0),
+        record("fsdp-kept", [2.5, 2.4, 2.5], 200.0, efficient=True),
+        record("tp2d 2x2", [2.0, 2.0, 2.0], 100.0),
+        record("tp2d 4x1", [4.0, 4.0, 4.0], 100.0),
+        record("tp2d:summa 2x2", [1.0, 1.0, 1.0], 100.0),
+    ]
+    lines = measure.headlines(records)
+    assert lines["best stock as it is"] == ("tp2d 2x2", "fsdp-tp-kept 2x2", 1.5, 1.5, 1.8)
+    assert lines["best stock as it is, in no more memory"].stock == "tp"
+    assert lines["best stock with an efficient reduce-scatter"].stock == "fsdp-kept +rs"
+    assert measure.headlines(records[:3]) == {}
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_sizes_that_do_not_split_are_reasons_not_omissions() -> None:
+    small = Sizes(layers=1, hidden=24, heads=3, batch=2, seq=4)
+    variants, refused = build(["tp", "fsdp", "tp2d:bmr"], [(4, 1)], small)
+    assert not variants
+    assert refused["tp"] == "3 heads do not split over 4 ranks"
+    assert refused["fsdp"] == "a batch of 2 does not split over 4 ranks"
+    assert "square" in refused["tp2d:bmr 4x1"]
+
+
+def test_bytes_per_second() -> None:
+    assert measure.bytes_per_second("200mbit") == 25e6
+    assert measure.bytes_per_second("1gbit") == 125e6
+    assert math.isinf(measure.bytes_per_second("none"))
+    with pytest.raises(ValueError, match="write it as in"):
+        measure.bytes_per_second("fast")
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_step_that_the_host_disturbed_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to twice, and the least disturbed counts; a quiet one is taken once."""
+    shares = iter([0.5, 0.01, 0.0, 0.5, 0.4, 0.6])
+    monkeypatch.setattr(
+        measure,
+        "timed_step",
+        lambda variant, *_: measure.Cost(share := next(shares), 1 + share, 7),
+    )
+    small = Sizes(layers=1, hidden=16, heads=4, batch=4, seq=4)
+    (variant,), _ = build(["tp"], [(4, 1)], small)
+    measure.measure([variant], 3, small.elements)
+    assert variant.seconds == [1.01, 1.0, 1.4]
+    assert variant.stolen == [0.01, 0.0, 0.4] and variant.again == 3 and variant.sent == [7] * 3
+    assert measure.undisturbed(variant.seconds, variant.stolen) == [1.01, 1.0]
+    assert measure.undisturbed([1.0, 2.0], [0.5, 0.4]) == [1.0, 2.0]
+    assert measure.undisturbed([1.0, 2.0], [0.0, 0.0], [0.5, 0.0]) == [2.0]
+
+
+class TestResults:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        path = tmp_path / "results" / "all.json"
+        results = compare.load(path)
+        case = compare.all_cases()["8ranks-1gbit"]
+        wanted = compare.settings(case, ["tp", "tp2d"], 5, "gloo")
+        results["cases"][case.name] = {"settings": wanted}
+        compare.save(results, path)
+        found = compare.load(path)
+        assert found == results
+        done = found["cases"][case.name]
+        assert compare.is_done(done, wanted)
+        assert not compare.is_done(done, compare.settings(case, ["tp"], 5, "gloo"))
+        assert not compare.is_done(done | {"failed": "exit status 1"}, wanted)
+        assert not compare.is_done(None, wanted)
+
+    def test_of_another_machine_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "all.json"
+        results = compare.load(path)
+        compare.save(results | {"machine": {"cpu": "another"}}, path)
+        with pytest.raises(SystemExit, match="another machine"):
+            compare.load(path)
+
+    @pytest.mark.parametrize(
+        "statuses, runs, failed", [([0], 1, False), ([139, 0], 2, False), ([1], 1, True)]
+    )
+    def test_a_killed_case_runs_once_more(
+        self, statuses: list[int], runs: int, failed: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = list(statuses)
+
+        def run(arguments: list[str], env: dict[str, str]) -> int:
+            Path(arguments[-1]).write_text('{"plans": []}')
+            return left.pop(0)
+
+        monkeypatch.setattr(compare, "run_to_its_end", run)
+        case = compare.all_cases()["4ranks-1gbit"]
+        result = compare.run_case(case, ["tp"], 1, "gloo")
+        assert not left
+        assert len(result["notes"]) == runs - 1
+        assert ("failed" in result) == failed
+        assert ("plans" in result) != failed
+
+    def test_cases_are_chosen_by_pattern(self) -> None:
+        names = [case.name for case in compare.chosen(["m*", "4ranks-1gbit"], quick=False)]
+        assert names == ["4ranks-1gbit", "m0.5", "m1", "m2", "m4", "m16", "m32"]
+        with pytest.raises(SystemExit, match="no case"):
+            compare.chosen(["m3"], quick=False)
+
+    def test_every_case_that_the_names_promise(self) -> None:
+        for name, case in compare.all_cases().items():
+            if name.startswith("m"):
+                assert case.batch * case.seq == float(name[1:]) * case.hidden
+
+    def test_panels(self) -> None:
+        def panels(*names: str) -> list[tuple[str, str, list[float]]]:
+            everything: dict[str, Any] = compare.all_cases()
+            cases = [vars(everything[name]) for name in names]
+            return [(t, axis, [at for at, _ in group]) for t, axis, group in plot.panels(cases)]
+
+        rates = "4 ranks, m = 8", "link rate, Mbit/s", [200.0, 1000.0, plot.UNSHAPED_MBIT]
+        places = "4 ranks, links of 200mbit", "m = tokens / hidden", [0.5, 8.0]
+        found = panels("4ranks-unshaped", "4ranks-1gbit", "4ranks-200mbit", "m0.5")
+        assert found == [rates, places]
+        assert panels("4ranks-1gbit", "8ranks-200mbit") == []
+
+
+class TestHuggingFace:
+    def test_how_far_curves_stray(self) -> None:
+        """The first difference is told apart from the largest, which rounding grows into."""
+        curves = {"one device": [4.0, 2.0], "reversed": [4.0, 2.002], "grid": [4.0004, 1.998]}
+        found = convergence.summary(curves)
+        assert found["largest_relative_difference"] == pytest.approx(
+            {"reversed": 1e-3, "grid": 1e-3}
+        )
+        assert found["first_relative_difference"] == pytest.approx(1e-4)
+        assert found["perplexity"]["one device"] == pytest.approx(math.exp(3.0))
+
+    def test_sizes_that_stock_styles_cannot_split_are_refused(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Two heads of 64 go on two columns, but not on a line of four ranks beside them."""
+        with pytest.raises(SystemExit):
+            hf_speed.parse(["--out", "x.json", "--hidden", "128"])
+        assert "2 heads of 64" in capsys.readouterr().err
+
+    def test_the_table_says_what_failed(self) -> None:
+        record = {
+            "seconds": 1.5,
+            "times_ours": 2.0,
+            "times_ours_min": 1.8,
+            "times_ours_max": 2.2,
+            "sent_bytes": None,
+            "nccl_bytes": 3e6,
+            "step_peak_bytes": 4e6,
+        }
+        plans = [{"plan": "tp-input", **record}, {"plan": "tp2d", **record}]
+        lines = hf_speed.table({"gpt2": {"plans": plans}, "t5": {"failed": "exit status 1"}})
+        assert "2.00 (1.80..2.20)" in lines and "1.84" in lines
+        assert lines.endswith("exit status 1")

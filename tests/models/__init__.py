@@ -1,0 +1,1 @@
+"""Whole models by their plans."""

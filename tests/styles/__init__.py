@@ -1,0 +1,1 @@
+"""Styles, one module at a time, and what they refuse."""

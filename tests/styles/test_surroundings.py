@@ -1,0 +1,483 @@
+"""What the plan tells of a local tensor's layout: right, or an error that asks, never a guess."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+import torch_tp2d
+from support.marks import deep
+from support.models import grid_mesh, relative
+from support.world import run
+from torch_tp2d import (
+    Attention2D,
+    Colwise2D,
+    Lifted,
+    Local2D,
+    Rowwise2D,
+    attention_projections,
+    parallelize_module,
+)
+
+TOLERANCE = 1e-11
+HIDDEN, HEAD, VOCAB = 12, 4, 11
+
+
+class RMSNorm(nn.Module):
+    """A norm of somebody's own, as Qwen3's and Gemma 3's are."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class Attention(nn.Module):
+    """Attention whose queries and keys are normalised head by head."""
+
+    def __init__(self, heads: int, key_heads: int, norm: Any) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = heads, key_heads, HEAD
+        self.wq = nn.Linear(HIDDEN, heads * HEAD, bias=False)
+        self.wk, self.wv = (nn.Linear(HIDDEN, key_heads * HEAD, bias=False) for _ in range(2))
+        self.wo = nn.Linear(heads * HEAD, HIDDEN, bias=False)
+        self.q_norm, self.k_norm = norm(HEAD), norm(HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, _ = x.shape
+        q, k, v = (w(x).view(batch, sequence, -1, HEAD) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).reshape(batch, sequence, -1))
+
+
+class Swish(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.tensor([1.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
+class Model(nn.Module):
+    """A block between an embedding and a head."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 4, norm: Any = RMSNorm) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), RMSNorm(HIDDEN)
+        self.attention = Attention(heads, key_heads, norm)
+        self.up, self.act, self.down = nn.Linear(HIDDEN, 20), Swish(), nn.Linear(20, HIDDEN)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(self.act(2 * self.up(self.norm2(x))))
+
+
+def _ids(batch: int, sequence: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (batch, sequence), generator=generator)
+
+
+def _differs(one: nn.Module, several: nn.Module, ids: Tensor, mesh: Any, out: Any) -> float:
+    """Output and gradients beside one device's, of a model that hands on ``out`` or a DTensor."""
+    weight = torch.linspace(-1, 1, HIDDEN, dtype=torch.float64)
+    for model in (one, several):
+        model.zero_grad()
+    expected, y = one(ids), several(ids)
+    if not isinstance(y, DTensor):
+        shape, stride = expected.shape, expected.stride()
+        y = DTensor.from_local(y, mesh, out, run_check=False, shape=shape, stride=stride)
+    worst = relative(y.detach(), expected.detach())
+    (expected.square() @ weight).sum().backward()
+    local = (y.to_local().square() @ weight).sum()
+    # What is whole along tp_col has a gradient that is whole there.
+    local.backward()
+    for (name, a), b in zip(one.named_parameters(), several.parameters(), strict=True):
+        assert b.grad is not None, name
+        worst = max(worst, relative(b.grad, a.grad))
+    return worst
+
+
+def _renamed(stream: Any) -> dict[str, Any]:
+    return {
+        "embed": Rowwise2D(input_layouts=Replicate(), output_layouts=stream),
+        "attention": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        "attention.w[qkv]": Colwise2D(),
+        "attention.wo": Rowwise2D(output_layouts=stream),
+        "up": Colwise2D(input_layouts=stream),
+        "down": Rowwise2D(output_layouts=stream),
+    }
+
+
+NAMED = {
+    "attention.[qk]_norm": torch_tp2d.Replicate(input_layouts=Shard(2)),
+    "act": torch_tp2d.Replicate(input_layouts=Shard(-1)),
+}
+
+
+def _renamed_plan(rows: int, columns: int) -> float:
+    """Modules on heads and on features, named with their layouts; norms on the stream, unnamed."""
+    mesh, worst = grid_mesh(rows, columns), 0.0
+    local = {
+        "attention.[qk]_norm": Local2D(input_layouts=Shard(2)),
+        "act": Local2D(input_layouts=Shard(-1)),
+    }
+    lists = {
+        **NAMED,
+        "attention.[qk]_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+    }
+    for stream in (Replicate(), Shard(1)):
+        for named in (NAMED, local, lists):
+            for norm in (RMSNorm, nn.RMSNorm):
+                one = Model(norm=norm).double()
+                several = parallelize_module(
+                    copy.deepcopy(one), mesh, {**_renamed(stream), **named}
+                )
+                out = (Shard(0), stream)
+                for size in ((4, 6), (3, 5)):
+                    worst = max(worst, _differs(one, several, _ids(*size), mesh, out))
+                if columns == 1:
+                    break
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1)])
+def test_whole_parameters_that_see_heads_or_features(rows: int, columns: int) -> None:
+    """Their gradients had no sum along tp_col: 31 to 199 % off, while the loss was exact."""
+    for worst in run(rows * columns, _renamed_plan, rows, columns):
+        assert worst <= TOLERANCE
+
+
+def _asks(rows: int, columns: int) -> list[str]:
+    mesh, said = grid_mesh(rows, columns), []
+    others = ("attention.[qk]_norm", torch_tp2d.Replicate()), ("act", Local2D())
+    for stream in (Replicate(), Shard(1)):
+        for left_out in NAMED:
+            for asked in (None, *(style for key, style in others if key == left_out)):
+                plan = {**_renamed(stream), **NAMED}
+                del plan[left_out]
+                if asked is not None:
+                    plan[left_out] = asked
+                several = parallelize_module(Model().double(), mesh, plan)
+                with pytest.raises(ValueError) as error:
+                    several(_ids(4, 6))
+                said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4)])
+def test_what_the_plan_does_not_tell_is_asked_for(rows: int, columns: int) -> None:
+    """What was no shard of the sequence was taken to be whole.
+
+    By modules that are not named, and by Replicate() and Local2D().
+    """
+    for said in run(rows * columns, _asks, rows, columns):
+        assert len(said) == 8
+        for message in said:
+            assert "input_layouts" in message and f"tp_col={columns}" in message, message
+
+
+def _inside_attention(rows: int, columns: int) -> float:
+    """Attention2D knows that heads are split, or whole and used by each rank for its queries."""
+    mesh, worst = grid_mesh(rows, columns), 0.0
+    for heads, key_heads in ((4, 4), (4, 1), (6, 3), (3, 3)):
+        for row_dim in (0, 1):
+            for norm in (RMSNorm, nn.RMSNorm):
+                one = Model(heads, key_heads, norm).double()
+                q, kv, o = attention_projections(heads, key_heads, columns, row_dim=row_dim)
+                stream = {"use_local_output": False, "row_dim": row_dim}
+                plan = {
+                    "embed": Rowwise2D(output_layouts=Shard(1), **stream),
+                    "norm1": torch_tp2d.Replicate(row_dim=row_dim),
+                    "attention": Attention2D(row_dim=row_dim),
+                    "attention.wq": q,
+                    "attention.w[kv]": kv,
+                    "attention.wo": o,
+                    "norm2": torch_tp2d.Replicate(row_dim=row_dim),
+                    "up": Colwise2D(row_dim=row_dim),
+                    "act": torch_tp2d.Replicate(input_layouts=Shard(-1), row_dim=row_dim),
+                    "down": Rowwise2D(output_layouts=Shard(1), **stream),
+                }
+                several = parallelize_module(copy.deepcopy(one), mesh, plan)
+                worst = max(worst, _differs(one, several, _ids(4, 6), mesh, None))
+    return worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
+def test_heads_inside_attention(rows: int, columns: int) -> None:
+    """Even the honest Replicate was 97 % off for keys that are whole, as they do not divide."""
+    for worst in run(rows * columns, _inside_attention, rows, columns):
+        assert worst <= TOLERANCE
+
+
+def _one_token() -> float:
+    """A rank that holds the only token cannot tell split from whole: the plan tells."""
+    worst = 0.0
+    for grid in ((2, 2), (1, 4), (4, 1)):
+        mesh = grid_mesh(*grid)
+        for stream in (Replicate(), Shard(1)):
+            one = Model().double()
+            several = parallelize_module(copy.deepcopy(one), mesh, {**_renamed(stream), **NAMED})
+            for size in ((4, 1), (1, 1), (4, 2)):
+                worst = max(worst, _differs(one, several, _ids(*size), mesh, (Shard(0), stream)))
+    return worst
+
+
+def test_one_token() -> None:
+    """Ranks guessed differently, and waited for one another."""
+    for worst in run(4, _one_token):
+        assert worst <= TOLERANCE
+
+
+class Mlp(nn.Module):
+    def __init__(self, embeds: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, HIDDEN) if embeds else None
+        self.net1, self.net2 = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        return self.net2(torch.relu(self.net1(x)))
+
+
+def _one_input_for_all(rows: int, columns: int) -> list[str]:
+    """As pytorch/examples' two-layer program has it: every rank passes the same input."""
+    mesh, said = grid_mesh(rows, columns), []
+    plan = {"net1": Colwise2D(), "net2": Rowwise2D()}
+    torch.manual_seed(0)
+    for x in (torch.randn(20, HIDDEN), torch.randn(4, 5, HIDDEN)):
+        several = parallelize_module(Mlp().double(), mesh, plan)
+        with pytest.raises(ValueError, match="the same local tensor") as error:
+            several(x.double())
+        said.append(str(error.value))
+        # A part of its own, a DTensor, and what is said in full are fine.
+        part = x.double().chunk(rows)[mesh.get_local_rank(0)].clone()
+        parallelize_module(Mlp().double(), mesh, plan)(part).sum().backward()
+        whole = distribute_tensor(x.double(), mesh, (Replicate(), Replicate()))
+        parallelize_module(Mlp().double(), mesh, plan)(whole).sum().backward()
+        meant = {**plan, "net1": Colwise2D(input_layouts=(Shard(0), Replicate()))}
+        parallelize_module(Mlp().double(), mesh, meant)(x.double()).sum().backward()
+    several = parallelize_module(Mlp(embeds=True).double(), mesh, {**plan, "embed": Rowwise2D()})
+    with pytest.raises(ValueError, match="hands on one of shape") as error:
+        several(_ids(4, 5).flatten())
+    said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (2, 1)])
+def test_one_input_for_all_rows_is_refused(rows: int, columns: int) -> None:
+    """Gradients were as many times too large as there are rows, and nothing told."""
+    for said in run(rows * columns, _one_input_for_all, rows, columns):
+        for message in said:
+            assert f"tp_row={rows}" in message and "Shard(dim=0)" in message, message
+
+
+class Residual(nn.Module):
+    """A norm of what a pair of Linears hands on, and of its sum with what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.norm, self.last = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.down(torch.relu(self.up(x))))
+        return self.last(x + self.drop(2 * y))
+
+
+def _other_axes(axes: Any, layout: Any) -> list[float]:
+    mesh = grid_mesh(2, 2)
+    plan = {
+        "up": Lifted(ColwiseParallel(input_layouts=Shard(1)), axes=axes),
+        "down": Lifted(RowwiseParallel(output_layouts=Shard(1)), axes=axes),
+    }
+    one = Residual().double()
+    whole = torch.randn(4, 6, HIDDEN, dtype=torch.float64)
+    part = distribute_tensor(whole, mesh, layout, src_data_rank=None).to_local().clone()
+
+    several = parallelize_module(copy.deepcopy(one), mesh, plan)
+    with pytest.raises(ValueError, match="styles next to it act on"):
+        several(part)
+    named = {"last": torch_tp2d.Replicate(input_layouts=layout)}
+    several = parallelize_module(copy.deepcopy(one), mesh, plan | named)
+    several.drop.p = 0.5
+    with pytest.raises(ValueError, match="styles next to it act on"):
+        several(part)
+    several.drop.p = 0.0
+
+    y, expected = several(part), one(whole)
+    wanted = distribute_tensor(expected.detach(), mesh, layout, src_data_rank=None).to_local()
+    off = [relative(y.detach(), wanted)]
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, theirs in zip(several.parameters(), one.parameters(), strict=True):
+        off.append(relative(mine.grad.full_tensor(), theirs.grad))
+    return off
+
+
+@pytest.mark.parametrize(
+    "axes,layout",
+    [("tp_row", (Shard(1), Shard(0))), (("tp_row", "tp_col"), (Shard(1), Shard(1)))],
+)
+def test_between_styles_on_other_axes(axes: Any, layout: Any) -> None:
+    """A norm or dropout beside them took its tokens to lie as around a 2-D style.
+
+    What they had handed on was read with rows for columns, so that the right input_layouts were
+    refused, and undeclared norms summed their gradients along the wrong axis.
+    """
+    for off in run(4, _other_axes, axes, layout):
+        assert max(off) <= TOLERANCE, off
+
+
+class Mix(nn.Module):
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.scale, self.share = nn.Parameter(torch.ones(size)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * self.scale + y * self.share
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mix = Residual(), Mix(HIDDEN)
+        self.embed, self.norm = nn.Embedding(VOCAB, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(self.norm(self.mix(x, self.body(x))))
+
+
+def _columns_without_samples(rows: int, columns: int) -> dict[str, float]:
+    seen, one = {}, Embedded().double()
+    for tokens in (Shard(1), Replicate()):
+        layout = tokens, Shard(0)
+        declared = torch_tp2d.Replicate(input_layouts=layout)
+        styles = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            "body.up": ColwiseParallel(input_layouts=tokens),
+            "body.down": RowwiseParallel(output_layouts=tokens),
+            "head": ColwiseParallel(input_layouts=tokens, use_local_output=False),
+        }
+        plan: dict[str, Any] = {n: Lifted(style, axes="tp_row") for n, style in styles.items()}
+        plan |= {"body.last": declared, "mix": declared, "norm": torch_tp2d.Replicate()}
+        several = parallelize_module(copy.deepcopy(one), grid_mesh(rows, columns), plan)
+        for batch in (1, columns):
+            case = f"{tokens} {batch}"
+            expected, y = one(_ids(batch, 6)), several(_ids(batch, 6)).full_tensor()
+            seen[case] = relative(y.detach(), expected.detach())
+            for model, out in ((one, expected), (several, y)):
+                model.zero_grad()
+                out.square().sum().backward()
+            for (name, param), ours in zip(
+                one.named_parameters(), several.parameters(), strict=True
+            ):
+                seen[f"{case} {name}"] = relative(ours.grad, param.grad)
+    return seen
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2)])
+def test_columns_without_samples(rows: int, columns: int) -> None:
+    """A norm between styles whose rows are the grid's columns took what stands in for a sample.
+
+    It was one more than the column has of a batch of one: a ValueError there, and the other ranks
+    waited for it.
+    """
+    for seen in run(rows * columns, _columns_without_samples, rows, columns):
+        assert max(seen.values()) <= TOLERANCE, seen
+
+
+def _two_tensors_of_features() -> None:
+    mesh, layout = grid_mesh(1, 2), (Shard(0), Shard(2))
+    one = Mix().double()
+    several = parallelize_module(
+        copy.deepcopy(one), mesh, torch_tp2d.Replicate(input_layouts=layout)
+    )
+    x, y = torch.randn(2, 3, 4, 8, dtype=torch.float64).unbind()
+    parts = [distribute_tensor(z, mesh, layout, src_data_rank=None).to_local() for z in (x, y)]
+    wanted = distribute_tensor(one(x, y).detach(), mesh, layout, src_data_rank=None).to_local()
+    for out in (several(*parts), several(x=parts[0], y=parts[1])):
+        assert relative(out.detach(), wanted) <= TOLERANCE
+    several(*parts).square().sum().backward()
+    one(x, y).square().sum().backward()
+    for mine, theirs in zip(several.parameters(), one.parameters(), strict=True):
+        assert relative(mine.grad.full_tensor(), theirs.grad) <= TOLERANCE
+
+
+def test_two_tensors_of_split_features() -> None:
+    """Only the first of them became a DTensor: "got mixed torch.Tensor and DTensor"."""
+    run(2, _two_tensors_of_features)
+
+
+def _between_whole_outputs() -> None:
+    mesh = grid_mesh(1, 2)
+    plan = {
+        "0": Rowwise2D(output_layouts=Shard(1)),
+        "1.0": Colwise2D(input_layouts=Shard(1), output_layouts=Replicate()),
+        "1.3": Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1)),
+    }
+    for between in (Swish(), nn.Dropout(0.5)):
+        net = nn.Sequential(
+            nn.Embedding(VOCAB, HIDDEN),
+            nn.Sequential(nn.Linear(HIDDEN, 8), nn.Tanh(), between, nn.Linear(8, HIDDEN)),
+        )
+        several = parallelize_module(net.double(), mesh, plan)
+        several(_ids(4, 6)).sum().backward()
+        with pytest.raises(ValueError, match="may be split over tp_col there, or whole"):
+            several(_ids(4, 1))
+
+
+def test_what_is_whole_between_linears_of_split_tokens() -> None:
+    """One token each: its sizes do not tell, and the residual stream's layout was taken for it."""
+    run(2, _between_whole_outputs)
+
+
+def _another_layout() -> list[str]:
+    mesh, said = grid_mesh(2, 2), []
+    for plan in (
+        {"embed": Rowwise2D(output_layouts=Shard(1)), "net1": Colwise2D(), "net2": Rowwise2D()},
+        {
+            "embed": Rowwise2D(),
+            "net1": Colwise2D(input_layouts=Shard(1)),
+            "net2": Rowwise2D(),
+        },
+    ):
+        several = parallelize_module(Mlp(embeds=True).double(), mesh, plan)
+        with pytest.raises(ValueError, match="hands on one of shape") as error:
+            several(_ids(4, 6))
+        said.append(str(error.value))
+    prepared = {
+        "embed": Rowwise2D(output_layouts=Shard(1)),
+        "net1": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    }
+    parallelize_module(Mlp(embeds=True).double(), mesh, {**prepared, "net[2]": Rowwise2D()})
+    return said
+
+
+def test_a_tensor_that_was_handed_out_in_another_layout_is_refused() -> None:
+    """Split tokens were taken for whole ones, and whole ones for split."""
+    for said in run(4, _another_layout):
+        assert len(said) == 2

@@ -1,0 +1,1 @@
+"""What tests share: real ranks, fake ones, models, plans, and what they are held against."""

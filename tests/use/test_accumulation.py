@@ -1,0 +1,230 @@
+"""Micro-batches under ``no_sync``: one device's gradients, and weights that move once a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import torch_tp2d
+from support import world
+from support.marks import deep
+from support.models import (
+    batch,
+    grid_mesh,
+    loss_of,
+    parallelize,
+    plan_2d,
+    plan_mixed,
+    relative,
+    transformer,
+)
+from torch_tp2d.runtime.context import context_of
+
+TOLERANCE = 1e-11
+VOCAB, SEQUENCE = 33, 13
+SIZES = (3, 1, 2)
+"""Of the micro-batches of a step: no two alike."""
+
+
+def _of_algorithm(name: str, **options: Any) -> dict[str, Any]:
+    plan = plan_2d()
+    for key, style in plan.items():
+        if "embeddings" not in key and hasattr(style, "algorithm"):
+            style.algorithm = name
+            vars(style).update(options)
+    return plan
+
+
+def _micro_step(
+    model: nn.Module, mesh: DeviceMesh | None, seed: int, sync: Callable[[bool], Any] | None = None
+) -> None:
+    """Forward and backward of all micro-batches of a step, on one device or on a grid."""
+    for number, size in enumerate(SIZES):
+        ids, target = batch(size, SEQUENCE, VOCAB, seed=10 * seed + number)
+        last = number == len(SIZES) - 1
+        if mesh is None:
+            (loss_of(model(ids), target) / len(SIZES)).backward()
+            continue
+        if sync is not None:
+            sync(last)
+        if last:
+            (loss_of(model(ids), target) / len(SIZES)).backward()
+        else:
+            with torch_tp2d.no_sync(mesh):
+                (loss_of(model(ids), target) / len(SIZES)).backward()
+
+
+def _compare(reference: nn.Module, model: nn.Module) -> None:
+    for (name, wanted), ours in zip(reference.named_parameters(), model.parameters(), strict=True):
+        assert (ours.grad is None) == (wanted.grad is None), name
+        if ours.grad is not None:
+            assert isinstance(ours.grad, DTensor) and ours.grad.placements == ours.placements, name
+            assert relative(ours.grad, wanted.grad) < TOLERANCE, name
+        assert relative(ours.detach(), wanted.detach()) < TOLERANCE, name
+
+
+def _train(reference: nn.Module, model: nn.Module, mesh: DeviceMesh, **given: Any) -> None:
+    """Three steps of AdamW; every gradient and parameter is one device's."""
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (reference, model)]
+    for step in range(3):
+        _micro_step(reference, None, step)
+        _micro_step(model, mesh, step, **given)
+        assert not context_of(mesh).accumulation, "weights or gradients are still kept"
+        _compare(reference, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _every_algorithm(rows: int, columns: int) -> None:
+    mesh = grid_mesh(rows, columns)
+    square = ["bmr", "cannon"] if rows == columns else []
+    again = _of_algorithm("pipelined", reshard_after_forward=True)
+    plans = [_of_algorithm(name) for name in ("pipelined", "collective", "summa", *square)]
+    for plan in [*plans, again, plan_mixed()]:
+        reference = transformer(VOCAB)
+        model = copy.deepcopy(reference)
+        parallelize(model, mesh, plan)
+        _train(reference, model, mesh)
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1), deep(4, 1), deep(1, 4), deep(4, 2)])
+def test_micro_batches_add_up_to_one_device(rows: int, columns: int) -> None:
+    world.run(rows * columns, _every_algorithm, rows, columns)
+
+
+class _Experts(nn.Module):
+    """Of two MLPs a micro-batch uses one, or both; their first weight is a fused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 12)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(12, 16), "down": nn.Linear(8, 12)}) for _ in range(2)
+        )
+
+    def forward(self, ids: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        x = self.embed(ids)
+        for number in which:
+            gate, value = self.experts[number]["up"](x).chunk(2, -1)
+            x = x + self.experts[number]["down"](gate.tanh() * value)
+        return x
+
+
+def _skipping(frozen: bool) -> None:
+    mesh = grid_mesh(2, 2)
+    torch.manual_seed(0)
+    reference = _Experts().double()
+    model = copy.deepcopy(reference)
+    plan = {
+        "embed": torch_tp2d.Rowwise2D(),
+        "experts.*.up": torch_tp2d.Colwise2D(parts=2),
+        "experts.*.down": torch_tp2d.Rowwise2D(),
+    }
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    for part in (reference, model):
+        part.experts[0]["up"].weight.requires_grad_(not frozen)
+    for number, which in enumerate([(0,), (0, 1), (1,)]):
+        ids, _ = batch(4, SEQUENCE, VOCAB, seed=number)
+        reference(ids, which).square().mean().backward()
+        loss = model(ids, which).square().mean() / 2
+        if number < 2:
+            with torch_tp2d.no_sync(mesh):
+                loss.backward()
+        else:
+            loss.backward()
+    _compare(reference, model)
+    assert not context_of(mesh).accumulation
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_that_the_last_micro_batch_does_not_use_has_its_gradient(frozen: bool) -> None:
+    """Its part would be kept for ever, and its ``.grad`` stay None without an error."""
+    world.run(4, _skipping, frozen)
+
+
+def _checkpointed() -> None:
+    mesh = grid_mesh(2, 2)
+    for kind in CheckpointImpl:
+        reference = transformer(VOCAB)
+        model = copy.deepcopy(reference)
+        parallelize(model, mesh, plan_2d())
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = checkpoint_wrapper(layer, kind)
+        _train(reference, model, mesh)
+
+
+def test_under_activation_checkpointing() -> None:
+    world.run(4, _checkpointed)
+
+
+def _under_fsdp() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    reference = transformer(VOCAB)
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh["tp_row", "tp_col"], plan_2d())
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    # Data-parallel ranks are given the same batch, so that the mean over them is one's.
+    _train(reference, model, mesh["tp_row", "tp_col"], sync=model.set_requires_gradient_sync)
+
+
+def test_under_fsdp2() -> None:
+    world.run(4, _under_fsdp)
+
+
+def _bytes_along_rows(model: nn.Module, mesh: DeviceMesh, held: bool) -> int:
+    with torch_tp2d.CommCounter(mesh) as counter:
+        for number in range(4):
+            ids, target = batch(4, 16, VOCAB, seed=number)
+            with torch_tp2d.no_sync(mesh) if held and number < 3 else nullcontext():
+                loss_of(model(ids), target).backward()
+    return sum(size for (axis, _), size in counter.bytes.items() if axis == "tp_row")
+
+
+def _counted() -> tuple[int, int, int]:
+    mesh = grid_mesh(2, 2)
+    model = transformer(VOCAB)
+    parallelize(model, mesh, _of_algorithm("pipelined"))
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    # The other row's shard is gathered, and its part of this one's gradient received.
+    once = sum(2 * module.weight.to_local().numel() * 8 for module in linears)
+    for _ in range(2):
+        _bytes_along_rows(model, mesh, held=False)
+    return _bytes_along_rows(model, mesh, False), _bytes_along_rows(model, mesh, True), once
+
+
+def test_weights_move_once_for_four_micro_batches() -> None:
+    for plain, held, once in world.run(4, _counted):
+        assert plain - held == 3 * once, (plain, held, once)
+
+
+def _interrupted() -> None:
+    mesh = grid_mesh(2, 2)
+    accumulation = context_of(mesh).accumulation
+    with pytest.raises(RuntimeError, match="mine"), torch_tp2d.no_sync(mesh):
+        with torch_tp2d.no_sync(mesh):
+            pass
+        assert accumulation.holds
+        raise RuntimeError("mine")
+    assert not accumulation.holds
+    with pytest.raises(ValueError, match="tp_row"):
+        torch_tp2d.no_sync(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+
+
+def test_leaves_as_it_came() -> None:
+    world.run(4, _interrupted)
