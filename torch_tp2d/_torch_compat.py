@@ -1,8 +1,9 @@
 """Every name of torch's that torch does not promise to keep, with what it is used for.
 
 The rest of the package imports these from here, under torch's name without the underscore wherever
-they are torch's as they stand. ``tests/arithmetic/test_torch_compat.py`` tries each of them, so that a release
-of torch that moves one is named by the test of that name, and allows no private name elsewhere.
+they are torch's as they stand. ``tests/arithmetic/test_torch_compat.py`` tries each of them, so
+that a release of torch that moves one is named by the test of that name, and allows no private name
+elsewhere.
 """
 
 from __future__ import annotations
