@@ -30,7 +30,7 @@ from support.models import DOUBLE, batch, grid_mesh, loss_of, relative, transfor
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 
 TOLERANCE = 1e-10
-GRIDS = [deep(1, 1), (2, 2), deep(1, 4), (4, 1), deep(1, 2), deep(2, 1), deep(2, 4), deep(4, 2)]
+GRIDS = [deep(1, 1), (2, 2), deep(1, 4), deep(4, 1), deep(1, 2), deep(2, 1), deep(2, 4), deep(4, 2)]
 VOCAB, DIM, HEADS, SIZE, SEQUENCE = 24, 32, 4, 4, 8
 Plan = dict[str, Any]
 

@@ -180,7 +180,7 @@ MORE_OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    "rows,columns,more", [(2, 2, False), deep(2, 2, True), deep(4, 1, False), deep(4, 1, True)]
+    "rows,columns,more", [(4, 1, False), deep(2, 2, False), deep(2, 2, True), deep(4, 1, True)]
 )
 def test_options(rows: int, columns: int, more: bool) -> None:
     cases = list(MORE_OPTIONS if more else OPTIONS)
@@ -282,7 +282,7 @@ def _under_fsdp(build: Any, layers: str, shape: tuple[int, int, int]) -> Differe
 
 @pytest.mark.parametrize(
     "build,layers",
-    [(llama_odd, "model.layers"), deep(gpt2, "transformer.h")],
+    [deep(llama_odd, "model.layers"), deep(gpt2, "transformer.h")],
     ids=["llama", "gpt2"],
 )
 def test_under_fsdp(build: Any, layers: str) -> None:

@@ -101,7 +101,7 @@ def test_user_code_that_reads_a_gathered_input() -> None:
         assert graphs[0].count("g") == 4
 
 
-@pytest.mark.parametrize("rows,columns,sequence", [(1, 3, 7), deep(2, 3, 7), deep(1, 4, 5)])
+@pytest.mark.parametrize("rows,columns,sequence", [deep(1, 3, 7), deep(2, 3, 7), deep(1, 4, 5)])
 def test_rounds_of_uneven_sizes(rows: int, columns: int, sequence: int) -> None:
     """All ranks that send to each other have to start the same transfers in the same order.
 
@@ -146,7 +146,7 @@ def _checkpointed(inside: bool, backend: str, selective: bool) -> float:
     "inside,backend,selective",
     [
         (True, "eager", True),
-        (False, BACKEND, False),
+        deep(False, BACKEND, False),
         deep(True, "eager", False),
         deep(False, BACKEND, True),
     ],

@@ -146,20 +146,30 @@ def _trained(rows: int, columns: int, algorithm: str) -> str:
     return digest.hexdigest()
 
 
-def _trained_all(rows: int, columns: int) -> dict[str, str]:
-    square = ["bmr", "cannon"] if rows == columns else []
-    algorithms = ["collective", "pipelined", "summa", *square]
+def _trained_all(rows: int, columns: int, algorithms: tuple[str, ...]) -> dict[str, str]:
     found = {name: _trained(rows, columns, name) for name in algorithms}
     # A run leaves nothing behind that another would compute with.
     assert found["pipelined"] == _trained(rows, columns, "pipelined")
     return found
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1), deep(3, 2)])
-def test_a_run_repeats_to_the_bit(rows: int, columns: int) -> None:
+ANY_GRID = "pipelined", "collective", "summa"
+
+
+@pytest.mark.parametrize(
+    "rows,columns,algorithms",
+    [
+        (2, 2, ANY_GRID[:1]),
+        deep(2, 2, (*ANY_GRID, "bmr", "cannon")),
+        deep(1, 4, ANY_GRID),
+        deep(4, 1, ANY_GRID),
+        deep(3, 2, ANY_GRID),
+    ],
+)
+def test_a_run_repeats_to_the_bit(rows: int, columns: int, algorithms: tuple[str, ...]) -> None:
     """In one process, and in processes of their own; not from one grid or algorithm to another."""
-    first = world.run(rows * columns, _trained_all, rows, columns)
-    assert world.run(rows * columns, _trained_all, rows, columns, fresh=True) == first
+    first = world.run(rows * columns, _trained_all, rows, columns, algorithms)
+    assert world.run(rows * columns, _trained_all, rows, columns, algorithms, fresh=True) == first
 
 
 def _poisoned(value: float, rank: int) -> list[Any]:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from support.marks import deep
 from support.models import batch as token_batch
 from support.models import grid_mesh, loss_of, parallelize, plan_2d, relative, transformer
 from support.world import run
@@ -549,7 +550,7 @@ def _selective(save: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("save", ["mm", "addmm", "collectives"])
+@pytest.mark.parametrize("save", [deep("mm"), "addmm", deep("collectives")])
 def test_selective_checkpointing(save: str) -> None:
     """A product that was kept had a later one added in place: "has been mutated"."""
     for worst in run(4, _selective, save):
