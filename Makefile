@@ -30,6 +30,7 @@ data: $(VENV)/.tutorials
 
 test: $(VENV)/.test
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(if $(DEEP),--deep)
