@@ -480,32 +480,58 @@ class OddlyEmbedded(nn.Module):
         return self.mlp(self.embed(ids) + self.positions(positions))
 
 
-def _oddly_embedded_rank() -> dict[str, float]:
-    mesh = grid_mesh(2, 2)
-    torch.manual_seed(0)
-    reference = OddlyEmbedded().double()
-    model = copy.deepcopy(reference)
-    plan = {"mlp.up": Colwise2D(), "mlp.down": Rowwise2D(use_local_output=False)}
-    for name in ("embed", "positions"):
-        words = "(?s)forward of its own .* would be skipped.*torch_tp2d.Replicate\\(input_layouts"
-        with pytest.raises(TypeError, match=words):
-            torch_tp2d.parallelize_module(model, mesh, {name: Rowwise2D()} | plan)
+class Projected(nn.Embedding):
+    """One with a parameter besides its table."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Unread(nn.Embedding):
+    """One whose table is read in another way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight[input]
+
+
+def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    mlp = {"mlp.up": Colwise2D(), "mlp.down": Rowwise2D(use_local_output=False)}
     whole = Replicate(), Replicate()
     table = torch_tp2d.Replicate(input_layouts=whole, output_layouts=Replicate())
-    torch_tp2d.parallelize_module(model, mesh, {"embed": table, "positions": table} | plan)
-    ids = torch.arange(12).view(4, 3) % 11
-    wanted, y = reference(ids), model(ids)
-    wanted.sin().sum().backward()
-    y.sin().sum().backward()
-    seen = {"output": relative(y.full_tensor(), wanted)}
-    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
-        seen[name] = relative(ours.grad.full_tensor(), param.grad)
+    seen = {}
+    for style in (
+        Rowwise2D(),
+        Colwise2D(output_layouts=Replicate()),
+        Rowwise2D(use_local_output=False),
+        table,
+    ):
+        torch.manual_seed(0)
+        reference = OddlyEmbedded().double()
+        model = copy.deepcopy(reference)
+        torch_tp2d.parallelize_module(model, mesh, {"embed": style, "positions": style} | mlp)
+        ids = torch.arange(12).view(4, 3) % 11
+        wanted, y = reference(ids), model(ids)
+        wanted.sin().sum().backward()
+        y.sin().sum().backward()
+        seen[f"{style}: output"] = relative(y.full_tensor(), wanted)
+        for (name, ours), param in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            seen[f"{style}: {name}"] = relative(ours.grad.full_tensor(), param.grad)
+    with pytest.raises(TypeError, match="(?s)other parameters too.*torch_tp2d.Replicate"):
+        torch_tp2d.parallelize_module(Projected(11, 8), mesh, Rowwise2D())
+    unread = torch_tp2d.parallelize_module(Unread(11, 8), mesh, Rowwise2D())
+    with pytest.raises(ValueError, match="looked up its weight 0 times"):
+        unread(torch.arange(3))
     return seen
 
 
-def test_embeddings_that_do_more_than_look_up() -> None:
-    """The message named Linears and norms, not what to write for them; that is right."""
-    for seen in world.run(4, _oddly_embedded_rank):
+@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1)])
+def test_embeddings_that_do_more_than_look_up(rows: int, columns: int) -> None:
+    """They were refused, and Gemma's with them: what they do besides is done on the whole."""
+    for seen in world.run(rows * columns, _oddly_embedded_rank, rows, columns):
         assert max(seen.values()) < 1e-12, seen
 
 

@@ -19,48 +19,15 @@ class _Names:
     """What the modules of one shape are called in one code of it."""
 
     embedding: str
-    attention_norm: str
-    attention: str
     query: str
     key: str
     value: str
     out: str
-    mlp_norm: str
-    mlp: str
-    into_mlp: tuple[str, str]
-    out_of_mlp: str
     head: str
 
 
-_HUGGING_FACE = _Names(
-    embedding="embed_tokens",
-    attention_norm="input_layernorm",
-    attention="self_attn",
-    query="q_proj",
-    key="k_proj",
-    value="v_proj",
-    out="o_proj",
-    mlp_norm="post_attention_layernorm",
-    mlp="mlp",
-    into_mlp=("gate_proj", "up_proj"),
-    out_of_mlp="down_proj",
-    head="lm_head",
-)
-
-_TUTORIAL = _Names(
-    embedding="tok_embeddings",
-    attention_norm="attention_norm",
-    attention="attention",
-    query="wq",
-    key="wk",
-    value="wv",
-    out="wo",
-    mlp_norm="ffn_norm",
-    mlp="feed_forward",
-    into_mlp=("w1", "w3"),
-    out_of_mlp="w2",
-    head="output",
-)
+_HUGGING_FACE = _Names("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+_TUTORIAL = _Names("tok_embeddings", "wq", "wk", "wv", "wo", "output")
 
 
 def is_tutorial_llama(model: nn.Module) -> bool:
@@ -97,29 +64,59 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     parts = Parts(**options)
     base = inner_prefix(model)
     names = _TUTORIAL if is_tutorial_llama(model) else _HUGGING_FACE
-    layer = f"{base}layers.*"
-    attention, mlp = f"{layer}.{names.attention}", f"{layer}.{names.mlp}"
-    first = getattr(first_layer(model, f"{base}layers"), names.attention)
-    num_heads, num_kv_heads = (
-        getattr(first, name).weight.shape[0] // first.head_dim for name in (names.query, names.key)
-    )
-    heads = parts.attention(mesh, num_heads, num_kv_heads)
-    plan: Plan = {
-        f"{base}{names.embedding}": parts.embedding(),
-        f"{layer}.{names.attention_norm}": parts.norm(),
-        attention: heads.module,
-        f"{attention}.{names.query}": heads.q,
-        f"{attention}.{names.key}": heads.kv,
-        f"{attention}.{names.value}": heads.kv,
-        f"{attention}.{names.out}": heads.o,
-        f"{layer}.{names.mlp_norm}": parts.norm(),
-        f"{mlp}.{names.into_mlp[0]}": parts.colwise(),
-        f"{mlp}.{names.into_mlp[1]}": parts.colwise(),
-        f"{mlp}.{names.out_of_mlp}": parts.rowwise(),
-        f"{base}norm": parts.norm(),
-    }
+    layers = f"{base}layers"
+    first = first_layer(model, layers)
+    plan: Plan = {f"{base}{names.embedding}": parts.embedding()}
+    for name, module in first.named_children():
+        where = f"{layers}.*.{name}"
+        if hasattr(module, names.query):
+            num_heads, num_kv_heads = (
+                getattr(module, projection).weight.shape[0] // module.head_dim
+                for projection in (names.query, names.key)
+            )
+            heads = parts.attention(mesh, num_heads, num_kv_heads)
+            out = names.out if hasattr(module, names.out) else "dense"
+            plan[where] = heads.module
+            plan[f"{where}.{names.query}"] = heads.q
+            plan[f"{where}.{names.key}"] = plan[f"{where}.{names.value}"] = heads.kv
+            plan[f"{where}.{out}"] = heads.o
+        elif any(isinstance(part, nn.Linear) for part in module.children()):
+            plan |= _mlp(module, where, parts)
+        elif _is_norm(module):
+            plan[where] = parts.norm()
+    for name, module in model.get_submodule(base.rstrip(".")).named_children():
+        if _is_norm(module):
+            plan[f"{base}{name}"] = parts.norm()
     if hasattr(model, names.head):
         plan[names.head] = parts.head()
         if parts.loss_parallel and hasattr(model, "loss_function"):
             plan[""] = LossFunction(causal_lm_loss)
     return plan
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether all that a module has are vectors; without any it is named by no plan."""
+    params = list(module.parameters())
+    return bool(params) and all(param.ndim == 1 for param in params)
+
+
+_BACK = frozenset(("down_proj", "w2", "c_proj", "fc2"))
+"""What the Linear of a feed-forward module is called that leads back into the residual stream."""
+
+
+def _mlp(module: nn.Module, where: str, parts: Parts) -> Plan:
+    """Of a feed-forward module, whose gate and up projections may be one weight."""
+    linears = {n: part for n, part in module.named_children() if isinstance(part, nn.Linear)}
+    back = next((name for name in linears if name in _BACK), None)
+    if back is None:
+        raise ValueError(
+            f"{where} has the Linears {list(linears)}, none of which is called as what leads back "
+            f"into the residual stream is, {sorted(_BACK)}: write its entries by hand"
+        )
+    width = linears[back].in_features
+    plan: Plan = {
+        f"{where}.{name}": parts.colwise(parts=max(1, linear.out_features // width))
+        for name, linear in linears.items()
+        if name != back
+    }
+    return {**plan, f"{where}.{back}": parts.rowwise()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
 
-from ..mesh.grid import Grid
-from ..mesh.layouts import STATIONARY, Layout, as_layout
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import STATIONARY, Layout, as_layout, normalize
 from ..ops.embedding import embedding2d
 from ..ops.patches import patches
 from .base import LayoutLike, Resolved, Runner, check_dims, local_shards
 from .boundary import Entry, Exit, to_dtensor
+from .module_kinds import describe_module, is_embedding
 
 if TYPE_CHECKING:
     from .linear.options import MatmulOptions
@@ -24,7 +27,10 @@ __all__ = ["EmbeddingRunner", "PatchRunner"]
 
 
 class EmbeddingRunner(Runner):
-    """Looks up this rank's part of the vocabulary and brings the result into its layout."""
+    """Looks up this rank's part of the vocabulary and brings the result into its layout.
+
+    A subclass whose forward does more (a scale, an offset of positions) runs it on the whole.
+    """
 
     def __init__(
         self,
@@ -43,6 +49,7 @@ class EmbeddingRunner(Runner):
         self.style = style
         self.grid = grid
         self.row_dim = row_dim
+        self.does_more = not is_embedding(module)
         vocab, self.hidden = module.weight.shape
         # Ids are whole everywhere unless a pair says otherwise.
         self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
@@ -75,7 +82,40 @@ class EmbeddingRunner(Runner):
             row = Replicate() if self.row_dim == 0 else Shard(0)
         return as_layout(self.given_out, (row, self.default_col), row=row)
 
-    def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
+    def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.does_more:
+            (ids,) = args
+            return self._look_up(module, ids, local=self.use_local_output)[0]
+        looked_up: list[torch.Size] = []
+
+        def look_up(ids: Tensor) -> Tensor:
+            y, of = self._look_up(module, ids, local=False)
+            looked_up.append(of)
+            return y
+
+        # What it does beside the look-up sees the whole tensor: a DTensor.
+        y = cause = None
+        try:
+            with _LookUp(module.weight, look_up):
+                y = forward(*args, **kwargs)
+        except RuntimeError as error:
+            cause = error
+        if len(looked_up) != 1 or not isinstance(y, DTensor) or y.shape[-1] != self.hidden:
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} looked up its "
+                f"weight {len(looked_up)} times, but a forward of its own is to call "
+                f"nn.Embedding's once, and to return [..., {self.hidden}] made of that by "
+                f"operations that DTensor has: put an nn.Embedding in its place and do the rest in "
+                f"the module around it"
+            ) from cause
+        if not self.use_local_output:
+            return y
+        wanted = normalize(self._output_layout(y.ndim - 1), y.ndim)
+        local = y.redistribute(placements=self.grid.placements(wanted)).to_local()
+        return self._exit(wanted, wanted, local=True).output(local, tuple(looked_up[0]))
+
+    def _look_up(self, module: Any, x: Tensor, *, local: bool) -> tuple[Tensor, torch.Size]:
+        """The rows of ids, in the output's layout, and the shape of the ids."""
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         whole: Layout = Replicate(), Replicate()
         ids = Entry(self.grid, self.declared, whole, self.row_dim).shard(x, module)
@@ -84,13 +124,29 @@ class EmbeddingRunner(Runner):
             self.grid.context.tokens = tuple(ids.shape)
         (weight,) = local_shards(module.weight)
         y = embedding2d(ids, weight, self.vocab_start, module.padding_idx)
+        return self._exit(self.result, wanted, local=local).output(y, tuple(ids.shape)), ids.shape
+
+    def _exit(self, have: Layout, wanted: Layout, *, local: bool) -> Exit:
         grads = self.grad_layouts
         if grads is None and isinstance(wanted[0], Replicate):
             # Every row adds these to tokens of its own, so each has a share of the gradient.
             grads = Partial(), wanted[1]
-        local = self.use_local_output
-        leaves = Exit(self.grid, self.result, wanted, self.hidden, local, grads)
-        return leaves.output(y, tuple(ids.shape))
+        return Exit(self.grid, have, wanted, self.hidden, local, grads)
+
+
+class _LookUp(TorchFunctionMode):
+    """While it is entered, looking up rows of one weight is another's business."""
+
+    def __init__(self, weight: Tensor, look_up: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.look_up = weight, look_up
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.embedding and args[1] is self.weight:
+            return self.look_up(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class PatchRunner(Runner):

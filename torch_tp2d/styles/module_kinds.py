@@ -16,6 +16,7 @@ __all__ = [
     "KEY_HEADS",
     "NormKind",
     "describe_module",
+    "embeds",
     "head_counts",
     "is_conv1d",
     "is_embedding",
@@ -43,6 +44,13 @@ def is_linear(module: nn.Module) -> bool:
 def is_embedding(module: nn.Module) -> bool:
     """An Embedding that looks up rows: a subclass with a forward of its own is not one."""
     return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+
+
+def embeds(module: nn.Module) -> bool:
+    """An Embedding, maybe one that does more than look up rows, but without other parameters."""
+    return isinstance(module, nn.Embedding) and {n for n, _ in module.named_parameters()} == {
+        "weight"
+    }
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from ...ops.matmul import ALGORITHMS
 from ...planner.rates import known
 from ..base import Runner
 from ..embedding import EmbeddingRunner, PatchRunner
-from ..module_kinds import describe_module, is_conv1d, is_embedding, is_linear, is_patch_embedding
+from ..module_kinds import describe_module, embeds, is_conv1d, is_linear, is_patch_embedding
 from .options import MatmulOptions
 from .runners import ChoosingRunner, LinearRunner, StationaryRunner
 
@@ -26,7 +26,7 @@ class MatmulStyle(MatmulOptions):
     def check(self, module: Any, grid: Grid) -> None:
         super().check(module, grid)
         style = type(self).__name__
-        if is_embedding(module):
+        if embeds(module):
             if not self.embeddings:
                 raise TypeError(
                     f"{style} is for nn.Linear and Conv1D, not {describe_module(module)}: use "
@@ -53,11 +53,10 @@ class MatmulStyle(MatmulOptions):
             )
         elif isinstance(module, nn.Embedding):
             raise TypeError(
-                f"{style} is for an nn.Embedding that looks up rows and no more, but "
-                f"{describe_module(module)} has a forward of its own (a scale, an offset of "
-                f"positions), which would be skipped: put an nn.Embedding in its place and do the "
-                f"rest in the module around it, or keep it whole on every rank: for ids [batch, "
-                f"sequence], torch_tp2d.Replicate(input_layouts=(Replicate(), Replicate()), "
+                f"{style} shards the weight of an nn.Embedding, but {describe_module(module)} has "
+                f"other parameters too: put an nn.Embedding in its place and do the rest in the "
+                f"module around it, or keep it whole on every rank: for ids [batch, sequence], "
+                f"torch_tp2d.Replicate(input_layouts=(Replicate(), Replicate()), "
                 f"output_layouts=Replicate())"
             )
         elif not (is_linear(module) or is_conv1d(module)):
@@ -67,7 +66,7 @@ class MatmulStyle(MatmulOptions):
                 f"modules inside it, or use Norm2D for a norm and Replicate for anything else"
             )
         features = module.weight.shape[1 if is_conv1d(module) else 0]
-        if self.parts > 1 and (is_embedding(module) or features % (self.parts * grid.col.size)):
+        if self.parts > 1 and (embeds(module) or features % (self.parts * grid.col.size)):
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: its {features} "
                 f"features are not {self.parts} projections that divide over "
@@ -111,12 +110,12 @@ class MatmulStyle(MatmulOptions):
     def goes_by_rates(self, module: nn.Module, grid: Grid) -> bool:
         if self.algorithm != "auto" or self.dataflow == STATIONARY or grid.axes != TP_COL:
             return False
-        return not (is_patch_embedding(module) or is_embedding(module))
+        return not (is_patch_embedding(module) or embeds(module))
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         if is_patch_embedding(module):
             return PatchRunner(self, module, grid, self.weight_layout(module))
-        if not is_embedding(module):
+        if not embeds(module):
             if self.dataflow == STATIONARY:
                 return StationaryRunner(self, module, grid)
             rates = known(grid.mesh) if self.goes_by_rates(module, grid) else None

@@ -14,7 +14,7 @@ from ...mesh.layouts import STATIONARY, Layout, MatmulRule, as_layout
 from ...ops.matmul import ALGORITHMS
 from ..base import GridStyle, LayoutLike
 from ..boundary import Entry, Exit
-from ..module_kinds import is_conv1d, is_embedding, is_patch_embedding
+from ..module_kinds import embeds, is_conv1d, is_patch_embedding
 
 __all__ = ["MatmulOptions"]
 
@@ -98,7 +98,7 @@ class MatmulOptions(GridStyle):
             # [out, channels, height, width]: of what a patch is made of, the dim that cuts finest.
             sizes: Any = module.weight.shape
             on_row = max((1, 2, 3), key=lambda dim: sizes[dim])
-        if is_embedding(module):
+        if embeds(module):
             # The tied head is this weight transposed in role: [vocab, hidden] = [out, in].
             on_row, on_col = on_col, on_row
         if is_conv1d(module):
