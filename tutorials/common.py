@@ -231,16 +231,17 @@ def warm_up_and_fall(highest: float, steps: int) -> Callable[[int], float]:
 def wrap_layers(
     model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, args: argparse.Namespace
 ) -> None:
-    """Recomputes, compiles and shards over ``dp`` the layers of a model that has its plan.
+    """Compiles, recomputes and shards over ``dp`` the layers of a model that has its plan.
 
-    The order matters: each wraps the one before.
+    The order matters: each wraps the one before. Compiled around what is recomputed a layer traces,
+    but torch 2.13's AOTAutograd then takes a DeviceMesh for a tensor, under stock plans too.
     """
-    if args.recompute:
-        for index, layer in enumerate(layers):
-            layers[index] = checkpoint_wrapper(layer)
     if args.compile:
         for layer in layers:
             layer.compile()
+    if args.recompute:
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer)
     if args.dp > 1:
         for layer in layers:
             fully_shard(layer, mesh=mesh["dp"])
