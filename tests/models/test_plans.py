@@ -166,7 +166,8 @@ OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
     (llama_grouped, UNEVEN, {"sequence_parallel": False}),
     (gpt2_odd, UNEVEN, {"loss_parallel": False, "row_dim": 1}),
     (llama_odd, UNEVEN, {"algorithm": "summa", "row_dim": 1}),
-    (gpt2, UNEVEN, {"algorithm": "collective"}),
+    (gpt2, UNEVEN, {"algorithm": "collective", "reshard_after_forward": True}),
+    (llama_grouped, EVEN, {"regather_input": True, "algorithm": "pipelined"}),
     # Fewer sequences, or shorter ones, than there are rows or columns.
     (gpt2, (1, 8), {}),
     (llama, (3, 7), {"padded": True}),

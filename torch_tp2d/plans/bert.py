@@ -57,7 +57,7 @@ def bert_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     }
     if getattr(inner, "pooler", None) is not None:
         # Of one token of each sequence, [B, H]: there is but the batch for tp_row to split.
-        plan[f"{base}pooler.dense"] = Colwise2D(use_local_output=False, algorithm=parts.algorithm)
+        plan[f"{base}pooler.dense"] = Colwise2D(use_local_output=False, **parts.linear)
     if hasattr(model, "cls"):
         predictions = "cls.predictions"
         plan[f"{predictions}.transform.dense"] = parts.colwise(use_local_output=False)

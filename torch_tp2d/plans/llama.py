@@ -115,7 +115,7 @@ def _mlp(module: nn.Module, where: str, parts: Parts) -> Plan:
         )
     width = linears[back].in_features
     plan: Plan = {
-        f"{where}.{name}": parts.colwise(parts=max(1, linear.out_features // width))
+        f"{where}.{name}": parts.colwise(parts=linear.out_features // width if linear.out_features > width else None)
         for name, linear in linears.items()
         if name != back
     }

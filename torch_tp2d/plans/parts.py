@@ -44,7 +44,8 @@ class Parts:
         sequence_parallel: split the residual stream by sequence over ``tp_col`` (the token
             layout); else it is whole along ``tp_col``.
         row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
-        algorithm: of the matrix products, as in :class:`torch_tp2d.Colwise2D`.
+        algorithm, dataflow, reshard_after_forward, regather_input: of the matrix products, as in
+            :class:`torch_tp2d.Colwise2D`.
         loss_parallel: leave the logits split over the vocabulary, a DTensor, for
             :func:`torch_tp2d.cross_entropy`; else every rank gets them whole.
 
@@ -55,10 +56,22 @@ class Parts:
     sequence_parallel: bool = True
     row_dim: int = 0
     algorithm: str = "auto"
+    dataflow: str = "auto"
+    reshard_after_forward: bool | None = None
+    regather_input: bool = False
     loss_parallel: bool = True
 
     def __post_init__(self) -> None:
         check_row_dim(self.row_dim)
+
+    @property
+    def linear(self) -> dict[str, Any]:
+        """The options of every Linear."""
+        return {
+            "algorithm": self.algorithm,
+            "dataflow": self.dataflow,
+            "reshard_after_forward": self.reshard_after_forward,
+        }
 
     @property
     def residual(self) -> Placement:
@@ -87,7 +100,10 @@ class Parts:
 
     def colwise(self, **options: Any) -> Colwise2D:
         """From the residual stream into local heads or features."""
-        return Colwise2D(row_dim=self.row_dim, algorithm=self.algorithm, **options)
+        return Colwise2D(
+            row_dim=self.row_dim,
+            **{"regather_input": self.regather_input, **self.linear, **options},
+        )
 
     def rowwise(self, **options: Any) -> Rowwise2D:
         """From local heads or features back into the residual stream."""
@@ -95,7 +111,7 @@ class Parts:
             output_layouts=self.residual,
             use_local_output=False,
             row_dim=self.row_dim,
-            algorithm=self.algorithm,
+            **self.linear,
             **options,
         )
 
@@ -122,9 +138,10 @@ class Parts:
             num_kv_heads,
             columns,
             row_dim=self.row_dim,
-            algorithm=self.algorithm,
             output_layouts=self.residual,
             use_local_output=False,
+            regather_input=self.regather_input,
+            **self.linear,
         )
         if fused > 1 and num_heads % columns == 0:
             q = self.colwise(parts=fused)

@@ -68,7 +68,7 @@ def swin_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
         # All heads on every rank, where they do not divide.
         on_col = Shard(-1) if heads % columns == 0 else Replicate()
         table = Shard(1) if heads % columns == 0 else Replicate()
-        into_heads = Colwise2D(output_layouts=on_col, algorithm=parts.algorithm)
+        into_heads = Colwise2D(output_layouts=on_col, **parts.linear)
         plan |= {
             f"{block}.layernorm_before": Local2D(),
             f"{block}.attention.q_proj": into_heads,
@@ -77,17 +77,17 @@ def swin_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             f"{block}.attention.relative_position_bias": Local2D(
                 params={"relative_position_bias_table": table}
             ),
-            f"{block}.attention.o_proj": Rowwise2D(input_layouts=on_col, algorithm=parts.algorithm),
+            f"{block}.attention.o_proj": Rowwise2D(input_layouts=on_col, **parts.linear),
             f"{block}.layernorm_after": Local2D(),
-            f"{block}.mlp.fc1": Colwise2D(algorithm=parts.algorithm),
-            f"{block}.mlp.fc2": Rowwise2D(algorithm=parts.algorithm),
+            f"{block}.mlp.fc1": Colwise2D(**parts.linear),
+            f"{block}.mlp.fc2": Rowwise2D(**parts.linear),
         }
         if index + 1 < len(config.num_heads):
             plan |= {
                 f"{stage}.downsample.norm": Local2D(),
                 # What is merged is wider than what comes of it: less moves than by Colwise2D.
                 f"{stage}.downsample.reduction": Rowwise2D(
-                    input_layouts=Replicate(), algorithm=parts.algorithm
+                    input_layouts=Replicate(), **parts.linear
                 ),
             }
     plan[f"{base}layernorm"] = Local2D(use_local_output=False)
@@ -107,6 +107,11 @@ def _check(model: nn.Module, mesh: DeviceMesh, parts: Parts) -> None:
             f"{where}: row_dim={parts.row_dim} splits each image over tp_row, but shifted windows "
             f"and patch merging take tokens from both sides of such a cut: use row_dim=0, which "
             f"splits the batch"
+        )
+    if parts.regather_input:
+        raise ValueError(
+            f"{where}: regather_input=True gathers tokens again, but those of images are whole "
+            f"along tp_col: leave it out"
         )
     if parts.sequence_parallel:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -32,6 +32,9 @@ def attention_projections(
     output_layouts: LayoutLike = None,
     use_local_output: bool = False,
     algorithm: str = "auto",
+    dataflow: str = "auto",
+    reshard_after_forward: bool | None = None,
+    regather_input: bool = False,
 ) -> Projections:
     """The styles of the projections inside a module whose style is :class:`Attention2D`.
 
@@ -49,7 +52,9 @@ def attention_projections(
             positions into their keys. They go with ``Attention2D(algorithm="local")``.
         output_layouts: of the output projection, ``Shard(1)`` by default: the token layout.
         use_local_output: of the output projection.
-        algorithm: of their matrix products.
+        algorithm, dataflow, reshard_after_forward: of their matrix products, as in
+            :class:`torch_tp2d.Colwise2D`.
+        regather_input: of the queries', keys' and values'.
 
     Returns:
         ``(q, kv, o)``.
@@ -71,23 +76,28 @@ def attention_projections(
     if whole_keys and row_dim != 1:
         raise ValueError("whole_keys is for row_dim=1, where tp_row splits the sequence")
     heads = Heads(num_heads, key_heads, Axis("tp_col", (columns,), 0, ""))
+    linear: dict[str, Any] = {
+        "row_dim": row_dim,
+        "algorithm": algorithm,
+        "dataflow": dataflow,
+        "reshard_after_forward": reshard_after_forward,
+    }
 
     def into_heads(whole: bool, over_row: bool) -> Colwise2D:
         outputs = Replicate() if over_row else Shard(row_dim), Replicate() if whole else Shard(-1)
         # What is whole is used by each rank for queries of its own: a share of the gradient.
         grads = tuple(Partial() if isinstance(p, Replicate) else p for p in outputs)
         return Colwise2D(
-            row_dim=row_dim, output_layouts=outputs, grad_layouts=grads, algorithm=algorithm
+            output_layouts=outputs, grad_layouts=grads, regather_input=regather_input, **linear
         )
 
     return Projections(
         into_heads(heads.whole_query, False),
         into_heads(heads.whole_key, whole_keys),
         Rowwise2D(
-            row_dim=row_dim,
             input_layouts=Replicate() if heads.whole_query else Shard(-1),
             output_layouts=Shard(1) if output_layouts is None else output_layouts,
             use_local_output=use_local_output,
-            algorithm=algorithm,
+            **linear,
         ),
     )
