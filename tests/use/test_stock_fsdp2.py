@@ -71,15 +71,6 @@ def test_training_in_every_case(shape: Shape) -> None:
     no_difference(world.run(torch.Size(shape).numel(), _train, shape, list(CASES)), TOLERANCE)
 
 
-def _reshard_to_two() -> Differences:
-    return {"to two": Pair((4, 1, 2), reshard_after_forward=2).train(0, 1)}
-
-
-@pytest.mark.deep
-def test_resharding_to_a_part_of_the_replicas() -> None:
-    no_difference(world.run(8, _reshard_to_two), TOLERANCE)
-
-
 def _by_hand(shape: Shape) -> Differences:
     """What a user asks of FSDP2's modules beside a forward."""
     seen = {}
