@@ -115,8 +115,12 @@ def _mlp(module: nn.Module, where: str, parts: Parts) -> Plan:
         )
     width = linears[back].in_features
     plan: Plan = {
-        f"{where}.{name}": parts.colwise(parts=linear.out_features // width if linear.out_features > width else None)
+        f"{where}.{name}": parts.colwise(**_parts(linear.out_features, width))
         for name, linear in linears.items()
         if name != back
     }
     return {**plan, f"{where}.{back}": parts.rowwise()}
+
+
+def _parts(out_features: int, width: int) -> dict[str, int]:
+    return {"parts": out_features // width} if out_features > width else {}
