@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
 from ..comm import Pending
-from .context import Context, in_backward, selective_region, versions
+from .context import Context, autocast_dtype, in_backward, selective_region, versions
 from .reductions import Backward, backward_of
 
 __all__ = [
@@ -114,8 +114,7 @@ class _Seen:
 
 
 def _autocast(params: Sequence[Tensor]) -> torch.dtype | None:
-    device = params[0].device.type if params else "cpu"
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return autocast_dtype(params[0].device.type if params else "cpu")
 
 
 class Pass:

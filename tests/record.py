@@ -1,0 +1,244 @@
+"""What a rank of a grid does in a step, recorded without devices: meta tensors, a fake group.
+
+:class:`Recorder` keeps the collectives that start, their waits and the matrix products between, in
+order, and what would stop or break a step on a GPU. One process plays the ranks one after another
+(:func:`as_rank`), each in a world that exists only as numbers, and so on NCCL's transport. What is
+asked of the record is in ``test_devices.py``: which rank waits for which in :func:`disagreement`,
+what is waited for without a product beside it in :class:`Schedule`.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_tp2d._torch_compat import active_fake_mode, collective_of
+from torch_tp2d.runtime.deferred import Deferred
+
+Group = tuple[tuple[int, ...], int]
+"""A communicator: its ranks, and which it is of those that have these ranks, as they were made."""
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero", "equal"}
+"""They wait for the device: the host has to know a number, or how many there are."""
+
+
+class Collective(NamedTuple):
+    """What a rank starts."""
+
+    group: Group
+    op: str
+    dtype: str
+    sizes: tuple[Any, ...]
+    """The same on every rank; of an all-to-all what is sent to each, and received from each."""
+    received: int
+    """Bytes that this rank receives."""
+
+
+class Wait(NamedTuple):
+    """For the collective of that number."""
+
+    collective: int
+
+
+class Product(NamedTuple):
+    """A matrix product of so many operations."""
+
+    operations: int
+
+
+@dataclass
+class Record:
+    """What a rank did, in order."""
+
+    events: list[Collective | Wait | Product] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    """What a step on a GPU would stop for or die of."""
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [event for event in self.events if isinstance(event, Collective)]
+
+
+@contextmanager
+def as_rank(rank: int, *shape: int, device: str = "cpu") -> Iterator[DeviceMesh]:
+    """A mesh as one of its ranks sees it; of three axes the first is ``"dp"``."""
+    # DTensor keeps the meshes of the worlds before, whose groups are gone.
+    _clear_sharding_prop_cache()
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=math.prod(shape))
+    try:
+        names = ("dp", "tp_row", "tp_col")[-len(shape) :]
+        yield init_device_mesh(device, shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+def _group_of(group: Any) -> tuple[Group, int]:
+    """The communicator, and this rank's index in it."""
+    if isinstance(group, str):
+        group = _resolve_process_group(group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    alike = [g for g in _world.pg_map if tuple(dist.get_process_group_ranks(g)) == ranks]
+    return (ranks, alike.index(group)), group.rank()
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+class _Lists(TorchFunctionMode):
+    """Finds Python lists that index a tensor: each is copied to the device, unseen by dispatch."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(at, list | range) for at in index):
+                self.record.faults.append(f"an index that is a list, in {_place()}")
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Records a step that runs under it.
+
+    Args:
+        device: the type of the device on which the model is; ``"meta"`` stands for a GPU.
+    """
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.device = device
+        self.record = Record()
+        self._wires: dict[int, int] = {}
+        self._awaited: set[int] = set()
+        self._kept: list[Tensor] = []
+        self._lists = _Lists(self.record)
+
+    def __enter__(self) -> Recorder:
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._lists.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # What is inside a deferred tensor, or a DTensor, is seen when it comes to the mode itself.
+        if any(issubclass(kind, (DTensor, Deferred, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented
+        if self.device == "meta" and active_fake_mode() is not None:
+            # DTensor finds out shapes.
+            return func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func.namespace == "_c10d_functional":
+            result = func(*args, **kwargs)
+            if name == "wait_tensor":
+                self._wait(args[0])
+            elif op := collective_of(func):
+                self._start(op, args, result)
+            return result
+        result = func(*args, **kwargs)
+        self._look(name, func, given, result)
+        if name in PRODUCTS:
+            self.record.events.append(Product(_operations(name, args, result)))
+        return result
+
+    def _start(self, op: str, args: Any, result: Tensor) -> None:
+        group, index = _group_of(args[-1])
+        x, ranks = args[0], len(group[0])
+        width = x.element_size()
+        match op:
+            case "all_gather_into_tensor":
+                sizes, received = (x.numel(),), (ranks - 1) * x.numel()
+            case "reduce_scatter_tensor":
+                sizes, received = (x.numel(), args[1]), (ranks - 1) * x.numel() // ranks
+            case "all_reduce":
+                sizes, received = (x.numel(), args[1]), 2 * (ranks - 1) * x.numel() // ranks
+            case "broadcast":
+                sizes, received = (x.numel(), args[1]), 0 if args[1] == index else x.numel()
+            case "all_to_all_single":
+                per_row = math.prod(x.shape[1:])
+                receives, sends = ([n * per_row for n in args[at]] for at in (1, 2))
+                sizes = tuple(sends), tuple(receives)
+                received = sum(receives) - receives[index]
+            case _:
+                raise AssertionError(f"{op} is not known")
+        dtype = str(x.dtype).removeprefix("torch.")
+        self._wires[_storage(result)] = len(self.record.collectives)
+        self._kept.append(result)
+        self.record.events.append(Collective(group, op, dtype, sizes, received * width))
+
+    def _wait(self, wire: Tensor) -> None:
+        at = self._wires.get(_storage(wire))
+        # DTensor waits again for what has been waited for.
+        if at is not None and at not in self._awaited:
+            self._awaited.add(at)
+            self.record.events.append(Wait(at))
+
+    def _look(self, name: str, func: Any, given: Sequence[Tensor], result: Any) -> None:
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        kinds = {x.device.type for x in given if x.ndim or x.device.type != "cpu"}
+        where = [x.device.type for x in made]
+        fault = ""
+        if len(kinds) > 1:
+            fault = f"tensors of {sorted(kinds)}"
+        elif name in READS and kinds - {"cpu"}:
+            fault = "the host waits for the device"
+        elif self.device in kinds and "cpu" in where:
+            fault = "a copy to the host"
+        elif name == "lift_fresh" and (made[0].ndim or where != ["cpu"]):
+            fault = "a tensor made of a Python list or number"
+        elif not kinds and any(x.ndim and x.device.type == "cpu" for x in made):
+            fault = "a tensor made on the CPU"
+        elif kinds == {"cpu"} and self.device in where:
+            fault = "a copy from the host"
+        if fault:
+            self.record.faults.append(f"{func}: {fault}, in {_place()}")
+
+
+def _place() -> str:
+    """The line of the library, or else of the model, that runs."""
+    frames = [
+        frame
+        for frame in traceback.extract_stack()
+        if "/torch/" not in frame.filename and frame.filename != __file__
+    ]
+    own = [frame for frame in frames if "/torch_tp2d/" in frame.filename]
+    frame = (own or frames)[-1]
+    return f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno} {frame.name}"
+
+
+def _operations(name: str, args: Any, result: Any) -> int:
+    if name.startswith("convolution"):
+        grad, weight = args[0], args[2] if name == "convolution_backward" else args[1]
+        out = grad if name == "convolution_backward" else result
+        return 2 * out.numel() * weight[0].numel()
+    inner = args[1 if name in ("addmm", "baddbmm") else 0].shape[-1]
+    return 2 * result.numel() * inner

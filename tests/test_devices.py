@@ -1,0 +1,299 @@
+"""What a step does on NCCL's transport, without a GPU: every rank's record (``record.py``).
+
+Meta tensors stand for a GPU's: whatever mixes them with a CPU's, asks for a value, or makes a
+tensor of a list is a fault, as it is an error there or stops the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from record import Record, Recorder, as_rank
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import SequenceParallel
+
+import torch_tp2d
+from torch_tp2d import (
+    Attention2D,
+    Block2DParallel,
+    Colwise2D,
+    Norm2D,
+    Rowwise2D,
+    attention_projections,
+    plan_for,
+)
+
+transformers = pytest.importorskip("transformers")
+
+Step = Callable[[], Any]
+Case = Callable[[DeviceMesh, str], Step]
+"""Applies a plan to a model on a device, and returns what runs a step's forward to its loss."""
+
+VOCAB = 33
+EVEN, UNEVEN = (4, 8), (5, 7)
+
+
+def _ids(size: tuple[int, int], device: str) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int64, device=device)
+
+
+def _llama(**config: Any) -> Any:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "attention_dropout": 0.1,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
+
+
+def _llama_odd() -> Any:
+    """Three query heads to a key head, neither a multiple of 2."""
+    return _llama(hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
+
+
+def _qwen2() -> Any:
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def _gpt2(heads: int = 4) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=32, n_embd=4 * heads, n_layer=2, n_head=heads
+    )
+    assert config.resid_pdrop and config.embd_pdrop and config.attn_pdrop
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _bert() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
+    assert config.hidden_dropout_prob and config.attention_probs_dropout_prob
+    return transformers.BertForMaskedLM(config)
+
+
+def _t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    assert config.dropout_rate
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _swin() -> Any:
+    config = transformers.SwinConfig(
+        image_size=18,
+        patch_size=2,
+        embed_dim=24,
+        depths=(2, 2),
+        num_heads=(4, 8),
+        window_size=4,
+        num_labels=3,
+        drop_path_rate=0.0,
+    )
+    return transformers.SwinForImageClassification(config)
+
+
+def ready(
+    build: Callable[[], Any],
+    size: tuple[int, int] = EVEN,
+    edit: Callable[[dict[str, Any], Any, DeviceMesh], None] | None = None,
+    **options: Any,
+) -> Case:
+    """A model by its ready plan."""
+
+    def apply(mesh: DeviceMesh, device: str) -> Step:
+        with torch.device(device):
+            model = build().train()
+        plan = plan_for(model, mesh, **options)
+        if edit is not None:
+            edit(plan, model, mesh)
+        torch_tp2d.parallelize_module(model, mesh, plan)
+        batch: dict[str, torch.Tensor] = {}
+        if model.config.model_type == "swin":
+            batch["pixel_values"] = torch.zeros(size[0], 3, 18, 18, device=device)
+            batch["labels"] = torch.zeros(size[0], dtype=torch.int64, device=device)
+        else:
+            batch["input_ids"] = batch["labels"] = _ids(size, device)
+        if options.get("loss_parallel", True):
+            return lambda: model(**batch).loss
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        return lambda: model(**inputs).logits.sum()
+
+    return apply
+
+
+PLANS = {
+    "llama": ready(_llama),
+    "llama pipelined": ready(_llama, UNEVEN, algorithm="pipelined"),
+    "llama collective": ready(_llama, UNEVEN, algorithm="collective"),
+    "llama odd": ready(_llama_odd, UNEVEN),
+    "qwen2": ready(_qwen2),
+    "gpt2": ready(_gpt2),
+    "gpt2 odd": ready(lambda: _gpt2(3), UNEVEN),
+    "bert": ready(_bert, UNEVEN),
+    "t5": ready(_t5, UNEVEN),
+    "swin": ready(_swin),
+    "llama rows split sequences": ready(_llama_odd, UNEVEN, row_dim=1),
+    "gpt2 rows split sequences": ready(_gpt2, UNEVEN, row_dim=1),
+    "bert rows split sequences": ready(_bert, UNEVEN, row_dim=1),
+    "t5 rows split sequences": ready(_t5, UNEVEN, row_dim=1),
+    "whole streams": ready(_llama, UNEVEN, sequence_parallel=False),
+    "whole logits": ready(_gpt2, loss_parallel=False),
+}
+
+
+def record(case: Case, rank: int, *shape: int, steps: int = 2, device: str = "meta") -> Record:
+    """What a rank does in the last of some steps, forward and backward: the order is known then."""
+    with as_rank(rank, *shape) as mesh:
+        step = case(mesh, device)
+        for _ in range(steps):
+            with Recorder(device) as recorder:
+                step().backward()
+    return recorder.record
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ready_plans(name: str) -> None:
+    for rank in range(4):
+        assert not record(PLANS[name], rank, 2, 2).faults
+
+
+class Stack(nn.Module):
+    """Linears with dropout and a norm between, by any style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.norm, self.dropout = nn.LayerNorm(16), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.down(self.dropout(torch.relu(self.up(x)))))
+
+
+def stack(plan: dict[str, Any], layout: tuple[Any, Any]) -> Case:
+    """A block by itself, given local tensors of which no embedding has said the sizes."""
+
+    def apply(mesh: DeviceMesh, device: str) -> Step:
+        with torch.device(device):
+            model = nn.Sequential(Stack(), Stack())
+        torch_tp2d.parallelize_module(model, mesh, {f"*.{key}": x for key, x in plan.items()})
+        shape = [*EVEN, 16]
+        for placement, size in zip(layout, mesh.shape, strict=True):
+            shape[placement.dim] //= size
+        torch_tp2d.token_sizes(mesh, EVEN)
+        x = torch.zeros(shape, device=device, requires_grad=True)
+        return lambda: model(x).sum()
+
+    return apply
+
+
+TOKENS, FEATURES = (Shard(0), Shard(1)), (Shard(0), Shard(-1))
+ALGORITHMS = ("pipelined", "collective", "summa", "bmr", "cannon")
+
+
+def blocks(**options: Any) -> Case:
+    style = {"input_layouts": Shard(-1), "output_layouts": Shard(-1)}
+    plan = {
+        "up": Block2DParallel(**options),
+        "down": Block2DParallel(**options),
+        "norm": Norm2D(**style),
+    }
+    return stack(plan, FEATURES)
+
+
+class Attends(nn.Module):
+    """Causal attention of its own making, 9 heads of queries and 3 of keys."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.dropout = 9, 3, dropout
+        self.q, self.o = nn.Linear(36, 36), nn.Linear(36, 36)
+        self.k, self.v = nn.Linear(36, 12), nn.Linear(36, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True, dropout_p=self.dropout
+        )
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def attends(algorithm: str = "auto", dropout: float = 0.0, row_dim: int = 1) -> Case:
+    """Of a sequence that rows split, by an algorithm."""
+
+    def apply(mesh: DeviceMesh, device: str) -> Step:
+        with torch.device(device):
+            model = nn.Sequential(nn.Embedding(VOCAB, 36), Attends(dropout), nn.Linear(36, VOCAB))
+        columns, whole = mesh.shape[1], algorithm == "local"
+        q, kv, o = attention_projections(9, 3, columns, row_dim=row_dim, whole_keys=whole)
+        plan = {
+            "0": Rowwise2D(row_dim=row_dim, output_layouts=Shard(1), use_local_output=False),
+            "1": Attention2D(row_dim=row_dim, algorithm=algorithm),
+            "1.q": q,
+            "1.[kv]": kv,
+            "1.o": o,
+            "2": Colwise2D(row_dim=row_dim, use_local_output=False),
+        }
+        torch_tp2d.parallelize_module(model, mesh, plan)
+        ids = _ids(UNEVEN, device)
+        return lambda: torch_tp2d.cross_entropy(model(ids), ids)
+
+    return apply
+
+
+def pairs(**options: Any) -> Case:
+    plan = {
+        "up": Colwise2D(input_layouts=Shard(1), **options),
+        "down": Rowwise2D(output_layouts=Shard(1), **options),
+        "norm": SequenceParallel(use_local_output=True),
+    }
+    return stack(plan, TOKENS)
+
+
+OPERATIONS = {
+    **{name: pairs(algorithm=name) for name in ALGORITHMS},
+    "gathered again": pairs(algorithm="pipelined", reshard_after_forward=True),
+    "pairs that stay": pairs(dataflow="weight_stationary"),
+    **{f"{name} of blocks": blocks(algorithm=name) for name in ALGORITHMS},
+    "blocks that stay": blocks(dataflow="weight_stationary"),
+    **{f"attention by {name}": attends(name) for name in ("ring", "gather", "two_phase", "local")},
+    "attention with dropout": attends(dropout=0.1),
+    "attention of whole sequences": attends(row_dim=0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_algorithms_dataflows_and_attention(name: str) -> None:
+    for rank in range(4):
+        assert not record(OPERATIONS[name], rank, 2, 2).faults
