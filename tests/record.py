@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -242,3 +244,52 @@ def _operations(name: str, args: Any, result: Any) -> int:
         return 2 * out.numel() * weight[0].numel()
     inner = args[1 if name in ("addmm", "baddbmm") else 0].shape[-1]
     return 2 * result.numel() * inner
+
+
+# Whether the ranks fit each other
+
+
+def disagreement(records: Sequence[Record]) -> str:
+    """What would make ranks, each of which does what its record says, wait for ever; or ``""``.
+
+    In each group every rank has to start the same collectives in the same order. And there has to
+    be an order of all collectives that fits every rank's: where two ranks take two groups in
+    turns, each may hold the device for the one that the other is to start next.
+    """
+    by_group: dict[Group, dict[int, list[Collective]]] = {}
+    before: dict[tuple[Group, int], set[tuple[Group, int]]] = {}
+    for rank, record in enumerate(records):
+        last = None
+        for collective in record.collectives:
+            of_rank = by_group.setdefault(collective.group, {}).setdefault(rank, [])
+            here = collective.group, len(of_rank)
+            before.setdefault(here, set()).update([] if last is None else [last])
+            of_rank.append(collective)
+            last = here
+    for group, ranks in by_group.items():
+        if said := _differ(group, ranks):
+            return said
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        (ranks, which), at = error.args[1][0]
+        others = {collective[0][0] for collective in error.args[1]} - {ranks}
+        return f"collective {at} of {ranks} ({which}) waits for itself, by way of {sorted(others)}"
+    return ""
+
+
+def _differ(group: Group, ranks: dict[int, list[Collective]]) -> str:
+    members, _ = group
+    if set(ranks) != set(members):
+        return f"of {members} only {sorted(ranks)} start anything"
+    for at, here in enumerate(zip_longest(*(ranks[rank] for rank in members))):
+        if None in here or len({(one.op, one.dtype) for one in here}) > 1:
+            return f"collective {at} of {members}: {here}"
+        if here[0].op == "all_to_all_single":
+            sends, receives = zip(*(one.sizes for one in here), strict=True)
+            fits = sends == tuple(zip(*receives, strict=True))
+        else:
+            fits = len({one.sizes for one in here}) == 1
+        if not fits:
+            return f"collective {at} of {members}: {[one.sizes for one in here]}"
+    return ""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from record import Record, Recorder, as_rank
+from record import Collective, Record, Recorder, as_rank, disagreement
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -183,10 +183,16 @@ def record(case: Case, rank: int, *shape: int, steps: int = 2, device: str = "me
     return recorder.record
 
 
+def check(records: list[Record]) -> None:
+    """Of every rank of a grid: nothing that a GPU stops for, and ranks that fit each other."""
+    for record in records:
+        assert not record.faults
+    assert not disagreement(records)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_ready_plans(name: str) -> None:
-    for rank in range(4):
-        assert not record(PLANS[name], rank, 2, 2).faults
+    check([record(PLANS[name], rank, 2, 2) for rank in range(4)])
 
 
 class Stack(nn.Module):
@@ -295,5 +301,34 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_algorithms_dataflows_and_attention(name: str) -> None:
-    for rank in range(4):
-        assert not record(OPERATIONS[name], rank, 2, 2).faults
+    check([record(OPERATIONS[name], rank, 2, 2) for rank in range(4)])
+
+
+# Whether the ranks fit each other
+
+
+def _started(*order: tuple[tuple[int, ...], int]) -> Record:
+    return Record(
+        [Collective((ranks, 0), "all_reduce", "float32", (n, "sum"), n) for ranks, n in order]
+    )
+
+
+def test_the_check_of_the_order_finds_what_is_wrong() -> None:
+    """Another size, a swapped pair, one too few, splits that do not fit, and a cycle of groups."""
+    a, b, c = (0, 1), (1, 2), (0, 2)
+    good = [_started((a, 1), (c, 1)), _started((a, 1), (b, 1)), _started((b, 1), (c, 1))]
+    assert not disagreement(good)
+    assert "collective 0" in disagreement([_started((a, 1)), _started((a, 2))])
+    swapped = [_started((a, 1), (a, 2)), _started((a, 2), (a, 1))]
+    assert "collective 0" in disagreement(swapped)
+    assert "collective 1" in disagreement([_started((a, 1), (a, 1)), _started((a, 1))])
+    assert "only [0]" in disagreement([_started((a, 1)), _started()])
+    # Each of three ranks starts first what the next one starts last.
+    cycle = [_started((a, 1), (c, 1)), _started((b, 1), (a, 1)), _started((c, 1), (b, 1))]
+    assert "waits for itself" in disagreement(cycle)
+
+    def exchange(sends: tuple[int, int], receives: tuple[int, int]) -> Record:
+        return Record([Collective((a, 0), "all_to_all_single", "int64", (sends, receives), 8)])
+
+    assert not disagreement([exchange((0, 2), (0, 1)), exchange((1, 0), (2, 0))])
+    assert "collective 0" in disagreement([exchange((0, 2), (0, 1)), exchange((2, 0), (2, 0))])
