@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group, _world
@@ -166,10 +168,19 @@ class Recorder(TorchDispatchMode):
             elif op := collective_of(func):
                 self._start(op, args, result)
             return result
+        if func.namespace == "c10d":
+            # FSDP2's, into tensors of its own.
+            out, x, group, *_ = args
+            op = {"_allgather_base_": "all_gather_into_tensor"}.get(name, "reduce_scatter_tensor")
+            self._start(op, (x, "avg", ProcessGroup.unbox(group)), out)
+            return func(*args, **kwargs)
+        if func.namespace == "fsdp" and name == "split_with_sizes_copy":
+            # What was gathered is put in its places. What it reduces is awaited at the end.
+            self._wait(args[0])
         result = func(*args, **kwargs)
         self._look(name, func, given, result)
-        if name in PRODUCTS:
-            self.record.events.append(Product(_operations(name, args, result)))
+        if name.rstrip("_") in PRODUCTS:
+            self.record.events.append(Product(_operations(name.rstrip("_"), args, result)))
         return result
 
     def _start(self, op: str, args: Any, result: Tensor) -> None:
@@ -293,3 +304,69 @@ def _differ(group: Group, ranks: dict[int, list[Collective]]) -> str:
         if not fits:
             return f"collective {at} of {members}: {[one.sizes for one in here]}"
     return ""
+
+
+# What is waited for with nothing beside it
+
+
+class Machine(NamedTuple):
+    """Rates that are stated, not measured: of an H100 in bf16, its node's and its nodes' links."""
+
+    operations: float = 400e12
+    """A second."""
+    near: float = 300e9
+    """Bytes that a device receives a second from its neighbours, along the last axis."""
+    far: float = 50e9
+    """The same from others."""
+    latency: float = 10e-6
+    """Of each collective, in seconds."""
+
+    def seconds(self, collective: Collective) -> float:
+        (first, *_, last), size = collective.group[0], len(collective.group[0])
+        rate = self.near if last - first == size - 1 else self.far
+        return self.latency + collective.received / rate
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Of a record: bytes that a rank receives, and those that it waits for doing nothing.
+
+    A collective is exposed if no product is started between it and its wait. The seconds are those
+    in which nothing is multiplied, where the collectives of a group come one after another.
+    """
+
+    received: int
+    exposed: int
+    waiting: float
+    computing: float
+
+    @staticmethod
+    def of(record: Record, machine: Machine) -> Exposed:
+        now, computing, products, exposed = 0.0, 0.0, 0, 0
+        free: dict[Group, float] = defaultdict(float)
+        under_way: list[tuple[Collective, float, int]] = []
+        for event in record.events:
+            match event:
+                case Product():
+                    now += event.operations / machine.operations
+                    computing += event.operations / machine.operations
+                    products += 1
+                case Collective():
+                    start = max(now, free[event.group])
+                    free[event.group] = end = start + machine.seconds(event)
+                    under_way.append((event, end, products))
+                case Wait():
+                    collective, end, before = under_way[event.collective]
+                    exposed += collective.received if products == before else 0
+                    now = max(now, end)
+        received = sum(collective.received for collective in record.collectives)
+        return Exposed(received, exposed, now - computing, computing)
+
+    def __sub__(self, other: Exposed) -> Exposed:
+        return Exposed(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.received / 2**20:.0f} MiB, {100 * self.exposed / self.received:.1f} % exposed; "
+            f"{1e3 * self.waiting:.2f} ms waiting, {1e3 * self.computing:.2f} ms computing"
+        )

@@ -7,16 +7,27 @@ tensor of a list is a fault, as it is an error there or stops the stream.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from record import Collective, Record, Recorder, as_rank, disagreement
+from expecttest import TestCase
+from record import Collective, Exposed, Machine, Record, Recorder, as_rank, disagreement
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_tp2d
 from torch_tp2d import (
@@ -173,13 +184,13 @@ PLANS = {
 }
 
 
-def record(case: Case, rank: int, *shape: int, steps: int = 2, device: str = "meta") -> Record:
-    """What a rank does in the last of some steps, forward and backward: the order is known then."""
+def record(case: Case, rank: int, *shape: int) -> Record:
+    """What a rank does in its second step, forward and backward: the order is known then."""
     with as_rank(rank, *shape) as mesh:
-        step = case(mesh, device)
-        for _ in range(steps):
-            with Recorder(device) as recorder:
-                step().backward()
+        step = case(mesh, "meta")
+        step().backward()
+        with Recorder() as recorder:
+            step().backward()
     return recorder.record
 
 
@@ -332,3 +343,163 @@ def test_the_check_of_the_order_finds_what_is_wrong() -> None:
 
     assert not disagreement([exchange((0, 2), (0, 1)), exchange((1, 0), (2, 0))])
     assert "collective 0" in disagreement([exchange((0, 2), (0, 1)), exchange((2, 0), (2, 0))])
+
+
+# What is waited for with nothing beside it
+
+
+def _large_llama(layers: int) -> Any:
+    """Of Llama 3 8B's blocks."""
+    config = transformers.LlamaConfig(
+        vocab_size=4096,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+
+
+Passes = tuple[Record, Record]
+"""Of a forward and a backward."""
+
+
+def _passes(step: Step, device: str = "meta") -> Passes:
+    step().backward()
+    with Recorder(device) as forward:
+        loss = step()
+    with Recorder(device) as backward:
+        loss.backward()
+    return forward.record, backward.record
+
+
+def _on_grid(layers: int, shape: tuple[int, int], **options: Any) -> Passes:
+    """A sequence of 8192 for each row, by the ready plan."""
+    case = ready(lambda: _large_llama(layers), (shape[0], 8192), **options)
+    with as_rank(5, *shape) as mesh:
+        return _passes(case(mesh, "meta"))
+
+
+def _fsdp_x_tp(layers: int, shape: tuple[int, int]) -> Passes:
+    """The same by FSDP2 over rows and stock TP with sequence parallelism over columns.
+
+    What FSDP2 gathers for the next layer is said to it, so that the order of the record is that of
+    its stream. FSDP2 takes no meta tensors, and so these are fake ones.
+    """
+    stream: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+    layer = "layers.*"
+    plan = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), **stream),
+        f"{layer}.input_layernorm": SequenceParallel(),
+        f"{layer}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        f"{layer}.self_attn.[qkv]_proj": ColwiseParallel(),
+        f"{layer}.self_attn.o_proj": RowwiseParallel(**stream),
+        f"{layer}.post_attention_layernorm": SequenceParallel(),
+        f"{layer}.mlp": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ),
+        f"{layer}.mlp.gate_proj": ColwiseParallel(),
+        f"{layer}.mlp.up_proj": ColwiseParallel(),
+        f"{layer}.mlp.down_proj": RowwiseParallel(**stream),
+        "norm": SequenceParallel(),
+    }
+    with as_rank(5, 1, *shape) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        model = _large_llama(layers).model
+        stock_parallelize_module(model, mesh["tp_col"], plan)
+        with unset_fake_temporarily():
+            for block in (*model.layers, model):
+                fully_shard(block, mesh=mesh["tp_row"])
+        for block, following in pairwise(model.layers):
+            block.set_modules_to_forward_prefetch([following])
+        ids = _ids((1, 8192), "cpu")
+        with sdpa_kernel(SDPBackend.MATH):
+            return _passes(lambda: model(input_ids=ids).last_hidden_state.to_local().sum(), "cpu")
+
+
+def _of_a_block(passes: Callable[[int], Passes]) -> list[Exposed]:
+    """Forward and backward of one block, the rest left out by difference."""
+    more, fewer = passes(3), passes(2)
+    return [
+        Exposed.of(a, Machine()) - Exposed.of(b, Machine())
+        for a, b in zip(more, fewer, strict=True)
+    ]
+
+
+def _block_on(*shape: int) -> str:
+    default = _of_a_block(lambda layers: _on_grid(layers, shape))
+    assert all(one.exposed <= 0.1 * one.received for one in default)
+    by_each = {
+        "default": default,
+        "collective": _of_a_block(lambda layers: _on_grid(layers, shape, algorithm="collective")),
+        "FSDP2 x TP": _of_a_block(lambda layers: _fsdp_x_tp(layers, shape)),
+    }
+    return "\n".join(
+        f"{name:10} {which:8} {one}"
+        for name, passes in by_each.items()
+        for which, one in zip(("forward", "backward"), passes, strict=True)
+    )
+
+
+class TestOverlap(TestCase):
+    """A line each: bytes that a rank receives, those exposed, and seconds by stated rates."""
+
+    maxDiff = None
+
+    def test_a_llama_block_on_4_x_4(self) -> None:
+        self.assertExpectedInline(
+            _block_on(4, 4),
+            """\
+default    forward  270 MiB, 0.0 % exposed; 0.32 ms waiting, 2.92 ms computing
+default    backward 270 MiB, 0.0 % exposed; 0.10 ms waiting, 5.84 ms computing
+collective forward  270 MiB, 100.0 % exposed; 2.28 ms waiting, 2.92 ms computing
+collective backward 270 MiB, 71.1 % exposed; 0.73 ms waiting, 5.84 ms computing
+FSDP2 x TP forward  270 MiB, 71.1 % exposed; 0.71 ms waiting, 2.92 ms computing
+FSDP2 x TP backward 348 MiB, 55.2 % exposed; 0.73 ms waiting, 5.84 ms computing""",
+        )
+
+    def test_a_llama_block_on_8_x_8(self) -> None:
+        self.assertExpectedInline(
+            _block_on(8, 8),
+            """\
+default    forward  270 MiB, 0.0 % exposed; 0.73 ms waiting, 1.46 ms computing
+default    backward 270 MiB, 0.0 % exposed; 0.40 ms waiting, 2.92 ms computing
+collective forward  270 MiB, 100.0 % exposed; 1.76 ms waiting, 1.46 ms computing
+collective backward 270 MiB, 83.1 % exposed; 0.86 ms waiting, 2.92 ms computing
+FSDP2 x TP forward  270 MiB, 83.1 % exposed; 0.82 ms waiting, 1.46 ms computing
+FSDP2 x TP backward 315 MiB, 71.1 % exposed; 0.84 ms waiting, 2.92 ms computing""",
+        )
+
+    def test_ready_plans(self) -> None:
+        seen = {name: Exposed.of(record(case, 0, 2, 2), Machine()) for name, case in PLANS.items()}
+        self.assertExpectedInline(
+            "\n".join(
+                f"{name:28} {one.exposed:6} of {one.received:6} B" for name, one in seen.items()
+            ),
+            """\
+llama                          3044 of  20900 B
+llama pipelined                2944 of  25408 B
+llama collective              20384 of  25408 B
+llama odd                     25360 of  84544 B
+qwen2                          3044 of  21028 B
+gpt2                           6116 of  32100 B
+gpt2 odd                      12400 of  31216 B
+bert                           7952 of  30868 B
+t5                             5632 of  60992 B
+swin                         384412 of 494148 B
+llama rows split sequences    30764 of  84764 B
+gpt2 rows split sequences     12724 of  39732 B
+bert rows split sequences     14036 of  34392 B
+t5 rows split sequences       21940 of  71412 B
+whole streams                 13920 of  26560 B
+whole logits                   9184 of  35168 B""",
+        )
