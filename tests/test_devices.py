@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from record import Collective, Exposed, Machine, Record, Recorder, as_rank, disagreement
+from torch import distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -34,11 +36,13 @@ from torch_tp2d import (
     Attention2D,
     Block2DParallel,
     Colwise2D,
+    Lifted,
     Norm2D,
     Rowwise2D,
     attention_projections,
     plan_for,
 )
+from torch_tp2d.mesh.grid import Grid
 
 transformers = pytest.importorskip("transformers")
 
@@ -343,6 +347,71 @@ def test_the_check_of_the_order_finds_what_is_wrong() -> None:
 
     assert not disagreement([exchange((0, 2), (0, 1)), exchange((1, 0), (2, 0))])
     assert "collective 0" in disagreement([exchange((0, 2), (0, 1)), exchange((2, 0), (2, 0))])
+
+
+BOTH = ("tp_row", "tp_col")
+
+
+def _stage(rank: int) -> Record:
+    """What a rank does of two pipeline stages, the first of which has both axes as one line.
+
+    Two batches, all forwards first. What a stage hands on goes to the rank of the next one that is
+    at the same place in its grid.
+    """
+    with as_rank(rank, 2, 2, 2) as mesh:
+        first = mesh.get_local_rank("dp") == 0
+        line = {
+            "0": Lifted(ColwiseParallel(), axes=BOTH),
+            "1": Lifted(RowwiseParallel(), axes=BOTH),
+        }
+        place = rank % 4
+        handed = Collective(((place, place + 4), 0), "send", "float32", (128,), 512)
+        if first:
+            with torch.device("meta"):
+                model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+            torch_tp2d.parallelize_module(model, mesh[BOTH], line)
+            x = torch.zeros(*EVEN, 16, device="meta", requires_grad=True)
+            step: Step = lambda: model(x).sum()  # noqa: E731
+        else:
+            step = pairs()(mesh[BOTH], "meta")
+        with Recorder() as recorder:
+            events, losses = recorder.record.events, []
+            for _ in range(2):
+                events += [] if first else [handed]
+                losses.append(step())
+                events += [handed] if first else []
+            for loss in losses:
+                events += [handed] if first else []
+                loss.backward()
+                events += [] if first else [handed]
+    return recorder.record
+
+
+def test_pipeline_stages_that_use_other_groups() -> None:
+    records = [_stage(rank) for rank in range(8)]
+    line = {one.group[0] for record in records for one in record.collectives}
+    assert (0, 1, 2, 3) in line and (4, 5, 6, 7) not in line
+    check(records)
+
+
+def test_a_group_of_some_ranks_does_not_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Symptom: on NCCL, with ``init_process_group(device_id=)``, a style on both axes of a pipeline
+    stage's grid would have hung: found by reading, as the others of the world were not there.
+
+    Cause: torch makes a group of a bound world by splitting the world's communicator, for which
+    NCCL waits for all its ranks, and ``use_local_synchronization`` does not change that.
+    """
+    splits: list[Any] = []
+    monkeypatch.setattr(distributed_c10d, "_get_split_source", splits.append)
+    with as_rank(0, 2, 2, 2) as mesh:
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = torch.device("cuda", 0)
+        line = Grid(mesh[BOTH], BOTH).col
+        assert line.size == 4 and not splits
+        assert world.bound_device_id == torch.device("cuda", 0)
 
 
 # What is waited for with nothing beside it
