@@ -19,6 +19,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -41,6 +42,7 @@ Group = tuple[tuple[int, ...], int]
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero", "equal"}
 """They wait for the device: the host has to know a number, or how many there are."""
+MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
 class Collective(NamedTuple):
@@ -108,7 +110,7 @@ def _storage(x: Tensor) -> int:
 
 
 class _Lists(TorchFunctionMode):
-    """Finds Python lists that index a tensor: each is copied to the device, unseen by dispatch."""
+    """Finds Python lists and numbers that are copied to the device, which dispatch does not see."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -120,8 +122,16 @@ class _Lists(TorchFunctionMode):
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(at, list | range) for at in index):
-                self.record.faults.append(f"an index that is a list, in {_place()}")
-        return func(*args, **(kwargs or {}))
+                self._find("an index that is a list")
+        result = func(*args, **(kwargs or {}))
+        if func in MAKERS and (result.ndim or result.device.type != "cpu"):
+            self._find("a tensor made of a list or number")
+        return result
+
+    def _find(self, fault: str) -> None:
+        # What a model itself does so is not ours to mend.
+        if "torch_tp2d/" in (place := _place()):
+            self.record.faults.append(f"{fault}, in {place}")
 
 
 class Recorder(TorchDispatchMode):
@@ -226,8 +236,6 @@ class Recorder(TorchDispatchMode):
             fault = "the host waits for the device"
         elif self.device in kinds and "cpu" in where:
             fault = "a copy to the host"
-        elif name == "lift_fresh" and (made[0].ndim or where != ["cpu"]):
-            fault = "a tensor made of a Python list or number"
         elif not kinds and any(x.ndim and x.device.type == "cpu" for x in made):
             fault = "a tensor made on the CPU"
         elif kinds == {"cpu"} and self.device in where:
@@ -237,15 +245,15 @@ class Recorder(TorchDispatchMode):
 
 
 def _place() -> str:
-    """The line of the library, or else of the model, that runs."""
+    """The line that runs, of the library or of the model."""
     frames = [
         frame
         for frame in traceback.extract_stack()
-        if "/torch/" not in frame.filename and frame.filename != __file__
+        if not frame.filename.endswith((__file__, "styles/intercept.py"))
+        and "/torch/" not in frame.filename
     ]
-    own = [frame for frame in frames if "/torch_tp2d/" in frame.filename]
-    frame = (own or frames)[-1]
-    return f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno} {frame.name}"
+    frame = frames[-1]
+    return f"{'/'.join(frame.filename.split('/')[-4:])}:{frame.lineno} {frame.name}"
 
 
 def _operations(name: str, args: Any, result: Any) -> int:

@@ -7,6 +7,7 @@ tensor of a list is a fault, as it is an error there or stops the stream.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
+from marks import deep
 from record import Collective, Exposed, Machine, Record, Recorder, as_rank, disagreement
 from torch import distributed as dist
 from torch import nn
@@ -42,7 +44,8 @@ from torch_tp2d import (
     attention_projections,
     plan_for,
 )
-from torch_tp2d.mesh.grid import Grid
+from torch_tp2d.mesh.grid import Grid, ask_sizes
+from torch_tp2d.ops.attention.block import attend, attend_backward
 
 transformers = pytest.importorskip("transformers")
 
@@ -188,6 +191,7 @@ PLANS = {
 }
 
 
+@cache
 def record(case: Case, rank: int, *shape: int) -> Record:
     """What a rank does in its second step, forward and backward: the order is known then."""
     with as_rank(rank, *shape) as mesh:
@@ -205,9 +209,46 @@ def check(records: list[Record]) -> None:
     assert not disagreement(records)
 
 
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(3, 2)])
 @pytest.mark.parametrize("name", PLANS)
-def test_ready_plans(name: str) -> None:
-    check([record(PLANS[name], rank, 2, 2) for rank in range(4)])
+def test_ready_plans(name: str, rows: int, columns: int) -> None:
+    check([record(PLANS[name], rank, rows, columns) for rank in range(rows * columns)])
+
+
+@pytest.mark.parametrize("rows,columns", [deep(4, 4), deep(2, 8)])
+def test_more_ranks(rows: int, columns: int) -> None:
+    """Most of which have no tokens in some dim, or fewer heads than others."""
+    case = ready(_llama_odd, UNEVEN)
+    check([record(case, rank, rows, columns) for rank in range(rows * columns)])
+
+
+def test_the_size_exchange_copies_nothing_to_the_device() -> None:
+    """Symptom: a model without an embedding copied a list from the host in every style's call.
+
+    Cause: ``torch.tensor([size], device=...)``, which on a GPU waits for the copy as well.
+    """
+    with as_rank(0, 2, 2) as mesh, Recorder() as recorder:
+        ask_sizes(3, Grid(mesh).col, torch.device("meta")).wait()
+    assert not recorder.record.faults
+
+
+def test_the_kernel_of_a_gpu() -> None:
+    """A block of ring attention in half precision takes CUDA's, whose shapes and devices fit."""
+    with FakeTensorMode(), torch.no_grad():
+        for keys, causal in ((96, False), (128, True)):
+            query, key, value = (
+                torch.empty(2, 8, length, 64, dtype=torch.bfloat16, device="cuda")
+                for length in (128, keys, keys)
+            )
+            with Recorder("cuda") as recorder:
+                out, log = attend(query, key, value, None, causal, 0.1, False)
+                grads = attend_backward(
+                    *(out, query, key, value, None, out, log, causal, 0.1, False, False)
+                )
+            assert log.shape == query.shape[:-1] and log.is_cuda
+            for like, made in zip((query, query, key, value), (out, *grads[:3]), strict=True):
+                assert made.shape == like.shape and made.is_cuda and made.dtype == like.dtype
+            assert not recorder.record.faults
 
 
 class Stack(nn.Module):
