@@ -2,7 +2,7 @@
 
 Bodies of other tests are run as they are, by :func:`_off_gloo`. Any part of the suite can be:
 ``TP2D_TRANSPORT=nccl python -m pytest tests/models/test_transformer.py``, say. What fails then is
-about gloo: sums by exchange, pieces, groups of our own, and ``"auto"`` that gathers weights ahead.
+about gloo: sums by exchange, pieces, groups of our own, and ``"auto"`` that goes by rates.
 """
 
 from __future__ import annotations
@@ -116,14 +116,21 @@ def _order() -> tuple[str, ...]:
 
 
 def test_the_order_of_events() -> None:
-    """As on gloo (``test_pipelined``), but each transfer whole, a rank's own rows with it.
+    """As on gloo (``test_pipelined``), but each transfer whole.
 
-    Both weights are gathered ahead (``GG``); the sums for bias and weight leave (``RS``) before the
+    Both weights are gathered ahead (``GG``). A rank's own rows are multiplied while the others'
+    travel, of the input (``g.x.x``, the first wait being the weight's), of its gradient
+    (``gxx.xx``) and of a sum (``xsx.``). The sums for bias and weight leave (``RS``) before the
     input's gradient is multiplied, and the other weight's is multiplied (``Rx``) and sent (``S``)
     as on gloo.
     """
     for events in off_gloo(4, _order):
-        assert events == ("Gg.g..xG.xs.", "g.xxRS..xsRx.S..", "GGg.g..x.xs.", "g.xxRSxsRx...S..")
+        assert events == (
+            "Gg.g.x.xG.xsx.",
+            "gxx.xxRS..xsxRx.S..",
+            "GGg.g.x.x.xsx.",
+            "gxx.xxRSxsxRx...S..",
+        )
 
 
 def _regathered() -> tuple[int, int]:

@@ -53,24 +53,24 @@ class TestTable(TestCase):
                 shown,
                 """\
 mesh (tp_row=2, tp_col=2), layouts (on tp_row, on tp_col)
-module                               style               input                 output                                weight        dataflow           algorithm   told by
-tok_embeddings                       Rowwise2D           (R, R)                (S(0), S(1)), of positions (R, S(1))  (S(1), S(0))  weight_stationary              entry
-pos_embeddings                       Rowwise2D           (R, R)                (S(0), S(0)), of positions (R, S(0))  (S(1), S(0))  weight_stationary              entry
-dropout                              Dropout2D           (S(0), S(1))          as the input                                                                       plan
-layers.0.attention_norm              SequenceParallel    (S(0), S(1))          as the input                          (R, R)                                       entry
-layers.0.attention                   DropoutInside       at the first forward  as the input                                                                       sizes
-layers.0.attention                   PrepareModuleInput  (S(0), S(1))          (S(0), R)                                                                          entry
-layers.0.attention.resid_dropout     Dropout2D           at the first forward  as the input                                                                       sizes
-layers.0.attention.wq                Colwise2D           (S(0), R)             (S(0), S(-1))                         (S(1), S(0))  output_stationary  collective  entry
-layers.0.attention.wk                Colwise2D           (S(0), R)             (S(0), S(-1))                         (S(1), S(0))  output_stationary  collective  entry
-layers.0.attention.wv                Colwise2D           (S(0), R)             (S(0), S(-1))                         (S(1), S(0))  output_stationary  collective  entry
-layers.0.attention.wo                Rowwise2D           (S(0), S(-1))         (S(0), S(1))                          (S(0), S(1))  input_stationary   collective  entry
-layers.0.ffn_norm                    SequenceParallel    (S(0), S(1))          as the input                          (R, R)                                       entry
-layers.0.feed_forward.w1             Colwise2D           (S(0), S(1))          (S(0), S(-1))                         (S(1), S(0))  output_stationary  collective  entry
-layers.0.feed_forward.w2             Rowwise2D           (S(0), S(-1))         (S(0), S(1))                          (S(0), S(1))  input_stationary   collective  entry
-layers.0.feed_forward.resid_dropout  Dropout2D           at the first forward  as the input                                                                       sizes
-norm                                 SequenceParallel    (S(0), S(1))          as the input                          (R, R)                                       entry
-output                               Colwise2D           (S(0), S(1))          (S(0), S(-1))                         (S(1), S(0))  output_stationary  collective  entry""",  # noqa: E501
+module                               style               input                 output                                weight        dataflow           algorithm  told by
+tok_embeddings                       Rowwise2D           (R, R)                (S(0), S(1)), of positions (R, S(1))  (S(1), S(0))  weight_stationary             entry
+pos_embeddings                       Rowwise2D           (R, R)                (S(0), S(0)), of positions (R, S(0))  (S(1), S(0))  weight_stationary             entry
+dropout                              Dropout2D           (S(0), S(1))          as the input                                                                      plan
+layers.0.attention_norm              SequenceParallel    (S(0), S(1))          as the input                          (R, R)                                      entry
+layers.0.attention                   DropoutInside       at the first forward  as the input                                                                      sizes
+layers.0.attention                   PrepareModuleInput  (S(0), S(1))          (S(0), R)                                                                         entry
+layers.0.attention.resid_dropout     Dropout2D           at the first forward  as the input                                                                      sizes
+layers.0.attention.wq                Colwise2D           (S(0), R)             (S(0), S(-1))                         (S(1), S(0))  output_stationary  pipelined  entry
+layers.0.attention.wk                Colwise2D           (S(0), R)             (S(0), S(-1))                         (S(1), S(0))  output_stationary  pipelined  entry
+layers.0.attention.wv                Colwise2D           (S(0), R)             (S(0), S(-1))                         (S(1), S(0))  output_stationary  pipelined  entry
+layers.0.attention.wo                Rowwise2D           (S(0), S(-1))         (S(0), S(1))                          (S(0), S(1))  input_stationary   pipelined  entry
+layers.0.ffn_norm                    SequenceParallel    (S(0), S(1))          as the input                          (R, R)                                      entry
+layers.0.feed_forward.w1             Colwise2D           (S(0), S(1))          (S(0), S(-1))                         (S(1), S(0))  output_stationary  pipelined  entry
+layers.0.feed_forward.w2             Rowwise2D           (S(0), S(-1))         (S(0), S(1))                          (S(0), S(1))  input_stationary   pipelined  entry
+layers.0.feed_forward.resid_dropout  Dropout2D           at the first forward  as the input                                                                      sizes
+norm                                 SequenceParallel    (S(0), S(1))          as the input                          (R, R)                                      entry
+output                               Colwise2D           (S(0), S(1))          (S(0), S(-1))                         (S(1), S(0))  output_stationary  pipelined  entry""",  # noqa: E501
             )
 
     def test_what_no_entry_names(self) -> None:
@@ -89,20 +89,20 @@ output                               Colwise2D           (S(0), S(1))          (
                 shown,
                 """\
 mesh (tp_row=2, tp_col=2), layouts (on tp_row, on tp_col)
-module   style      input                 output         weight        dataflow           algorithm   told by
-norm     Replicate  (S(0), S(1))          as the input   (R, R)                                       plan
-dropout  Dropout2D  at the first forward  as the input                                                sizes
-up       Colwise2D  (S(0), S(1))          (S(0), S(-1))  (S(1), S(0))  output_stationary  collective  entry
-down     Rowwise2D  (S(0), S(-1))         (S(0), S(1))   (S(0), S(1))  input_stationary   collective  entry
-last     Rowwise2D  (S(0), S(-1))         (S(0), S(1))   (S(0), S(1))  input_stationary   collective  entry
+module   style      input                 output         weight        dataflow           algorithm  told by
+norm     Replicate  (S(0), S(1))          as the input   (R, R)                                      plan
+dropout  Dropout2D  at the first forward  as the input                                               sizes
+up       Colwise2D  (S(0), S(1))          (S(0), S(-1))  (S(1), S(0))  output_stationary  pipelined  entry
+down     Rowwise2D  (S(0), S(-1))         (S(0), S(1))   (S(0), S(1))  input_stationary   pipelined  entry
+last     Rowwise2D  (S(0), S(-1))         (S(0), S(1))   (S(0), S(1))  input_stationary   pipelined  entry
 
 mesh (tp_row=2, tp_col=2), layouts (on tp_row, on tp_col)
-module   style      input                 output         weight        dataflow           algorithm   told by
-norm     Replicate  at the first forward  as the input   (R, R)                                       sizes
-dropout  Dropout2D  at the first forward  as the input                                                sizes
-up       Colwise2D  (S(0), S(1))          (S(0), S(-1))  (S(1), S(0))  output_stationary  collective  entry
-down     Rowwise2D  (S(0), S(-1))         (S(0), S(1))   (S(0), S(1))  input_stationary   collective  entry
-last     Rowwise2D  (S(0), S(-1))         (S(0), R)      (S(0), S(1))  input_stationary   collective  entry""",  # noqa: E501
+module   style      input                 output         weight        dataflow           algorithm  told by
+norm     Replicate  at the first forward  as the input   (R, R)                                      sizes
+dropout  Dropout2D  at the first forward  as the input                                               sizes
+up       Colwise2D  (S(0), S(1))          (S(0), S(-1))  (S(1), S(0))  output_stationary  pipelined  entry
+down     Rowwise2D  (S(0), S(-1))         (S(0), S(1))   (S(0), S(1))  input_stationary   pipelined  entry
+last     Rowwise2D  (S(0), S(-1))         (S(0), R)      (S(0), S(1))  input_stationary   pipelined  entry""",  # noqa: E501
             )
 
     def test_other_styles(self) -> None:
@@ -136,8 +136,8 @@ mesh (tp_row=2, tp_col=2), layouts (on tp_row, on tp_col)
 module      style                              input          output          weight        dataflow           algorithm   told by
 norm        Norm2D                             (S(0), S(-1))  (S(0), R)       (R, S(0))                                    entry
 dropout     Dropout2D                          (S(0), S(1))   as the input                                                 entry
-other axes  Colwise2D on tp_row                (R, S(0))      (S(-1), S(0))   (S(0), R)     output_stationary  collective  entry
-line        Colwise2D on ('tp_row', 'tp_col')  (R, R)         (S(-1), S(-1))  (S(0), S(0))  output_stationary  collective  entry
+other axes  Colwise2D on tp_row                (R, S(0))      (S(-1), S(0))   (S(0), R)     output_stationary  pipelined   entry
+line        Colwise2D on ('tp_row', 'tp_col')  (R, R)         (S(-1), S(-1))  (S(0), S(0))  output_stationary  pipelined   entry
 still       Colwise2D                          (S(0), R)      (S(0), S(-1))   (S(1), S(0))  weight_stationary  collective  entry
 local       Local2D                            (S(0), R)      (S(0), R)       (R, S(1))                                    entry
 whole       Replicate                          (S(0), S(1))   as the input    (R, R)                                       entry""",  # noqa: E501

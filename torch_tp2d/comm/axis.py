@@ -122,13 +122,13 @@ class Axis:
         return max(1, elements * dtype.itemsize // largest)
 
     @property
-    def spares_own(self) -> bool:
-        """Whether what a rank has of a gather, or keeps of a sum, is left off the wire's buffers.
+    def own_apart(self) -> bool:
+        """Whether what a rank has of a gather, or keeps of a sum, is computed while the rest moves.
 
         Not in a graph, which might drop a transfer that brings nothing to its own rank while the
         others wait for what it sends.
         """
-        return self.transport.spares_own and not torch.compiler.is_compiling()
+        return not torch.compiler.is_compiling()
 
     def rounds(
         self, sizes: Sequence[int], width: int, dtype: torch.dtype

@@ -118,10 +118,14 @@ def own_group(ranks: Sequence[int], device: str, backend: str | None) -> dist.Pr
     made = _groups.setdefault(world, {})
     key = backend, tuple(ranks)
     if key not in made:
-        made[key] = dist.new_group(
-            list(ranks),
-            backend=backend,
-            timeout=timeout_of(world, torch.device(device)),
-            use_local_synchronization=True,
-        )
+        timeout = timeout_of(world, torch.device(device))
+        # Of a world that is bound to a device torch splits the communicator, and waits for every
+        # rank of it. The others do not come: a pipeline stage's, say, that needs no such group.
+        bound, world.bound_device_id = world.bound_device_id, None
+        try:
+            made[key] = dist.new_group(
+                list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+            )
+        finally:
+            world.bound_device_id = bound
     return made[key]

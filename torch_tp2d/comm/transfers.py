@@ -169,6 +169,8 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
 def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     """:func:`all_gather` along the first dim without this rank's own rows, and not cut.
 
+    Where the transport does not spare them they come too, and are left out of the result.
+
     Args:
         x: this rank's rows, ``counts[axis.index]`` of them.
 
@@ -179,6 +181,16 @@ def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     there = [sum(without_own(counts, axis)), *rest]
     if max(counts) * math.prod(rest) == 0:
         return Pending(x.new_empty(there))
+    before, mine = sum(counts[: axis.index]), counts[axis.index]
+    if not axis.transport.spares_own:
+        gathering = all_gather(x, 0, counts, axis)
+
+        def others(_: list[Tensor]) -> Tensor:
+            rows = gathering.wait()
+            after = rows[before + mine :]
+            return torch.cat([rows[:before], after]) if before else after
+
+        return Pending(None, (), others)
     # A copy, as in all_gather.
     sent = x.clone(memory_format=torch.contiguous_format).view(-1)
     sends = without_own([sent.numel()] * axis.size, axis)
@@ -191,6 +203,8 @@ def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
 def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     """:func:`reduce_scatter` of the first dim without this rank's own term, and not cut.
 
+    Where the transport does not spare it zeros are sent in its place.
+
     Args:
         x: this rank's terms of the others' sums, ``[sum(without_own(counts, axis)), ...]``.
 
@@ -201,6 +215,10 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     mine = counts[axis.index]
     if max(counts) * math.prod(rest) == 0:
         return Pending(x.new_empty([mine, *rest]))
+    if not axis.transport.spares_own:
+        before = sum(counts[: axis.index])
+        zeros = x.new_zeros([mine, *rest])
+        return reduce_scatter(torch.cat([x[:before], zeros, x[before:]]), 0, counts, axis)
     sends = [count * math.prod(rest) for count in without_own(counts, axis)]
     receives = without_own([mine * math.prod(rest)] * axis.size, axis)
     sent = x.contiguous().view(-1)

@@ -31,9 +31,9 @@ class Transport:
         exchanges_sums: whether a reduce-scatter is an exchange of shards and a sum of them here,
             rather than the backend's own.
         spares_own: whether what a rank has of a gather, or keeps of a sum, is left off the wire's
-            buffers.
+            buffers; else what is gathered of it is not used, and zeros stand for it in the sum.
         goes_by_rates: whether links are measured, for ``"auto"`` to choose algorithm and dataflow
-            by; else it is ``collective`` and the style's own dataflow.
+            by; else it is ``pipelined`` and the style's own dataflow.
     """
 
     name: str
@@ -59,7 +59,12 @@ GLOO = Transport(
 NCCL = Transport(
     "nccl", own_groups=None, cuts=False, exchanges_sums=False, spares_own=False, goes_by_rates=False
 )
-"""Of every other backend too: collectives as they are, on the mesh's groups, nothing measured."""
+"""Of every other backend too: collectives as they are, on the mesh's groups, nothing measured.
+
+Transfers run on streams of the backend's. Each starts behind what the current stream was given
+before it, and what it reads and writes is referenced until that stream has waited for it
+(:class:`~torch_tp2d.comm.transfers.Pending`), so no memory is given away meanwhile.
+"""
 
 
 def transport_of(mesh: DeviceMesh) -> Transport:

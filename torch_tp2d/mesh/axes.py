@@ -96,4 +96,5 @@ def part_of(extent: int, cuts: Sequence[Axis]) -> int:
 
 def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
     """What is of this size here, of which it is on the other ranks of the axis; all of them ask."""
-    return all_gather(torch.tensor([size], device=device), 0, (1,) * axis.size, axis)
+    mine = torch.full((1,), size, device=device)
+    return all_gather(mine, 0, (1,) * axis.size, axis)

@@ -19,11 +19,9 @@ def choose_algorithm(goes_by_rates: bool, rates: Rates | None) -> str:
     """``pipelined`` where transfers take longer than what cutting them in rounds costs.
 
     Args:
-        goes_by_rates: of the transport; ``collective`` where rounds have not been measured.
+        goes_by_rates: of the transport; where not, there is one round, which costs next to nothing.
     """
-    if not goes_by_rates:
-        return "collective"
-    if rates is None:
+    if not goes_by_rates or rates is None:
         return "pipelined"
     slowest = min(rates.row, rates.col)
     return "pipelined" if slowest * ROUND_SECONDS < FAST_PIECE_BYTES else "collective"

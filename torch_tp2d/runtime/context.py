@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Context",
     "Sizes",
+    "autocast_dtype",
     "context_of",
     "in_backward",
     "selective_region",
@@ -43,6 +44,12 @@ def in_backward() -> bool:
 def selective_region() -> Any:
     """The region of selective checkpointing that is being run, or run again; None outside."""
     return next((mode for mode in dispatch_modes() if isinstance(mode, SELECTIVE_MODES)), None)
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of products under autocast; None where it is off, and for meta tensors."""
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
 
 
 class Context:

@@ -132,15 +132,15 @@ class Transfer:
         self.offsets = [0, *accumulate(sizes)][:-1]
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         self.pieces: deque[_Arriving] = deque()
-        spares_own = axis.spares_own
+        own_apart = axis.own_apart
         for start, counts in axis.rounds(sizes, math.prod(rest), x.dtype):
             rows = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
-            if spares_own:
+            if own_apart:
                 others = gather_others(rows, counts, axis)
                 self.pieces.append(_Arriving(start, without_own(counts, axis), 0, others))
             else:
                 self.pieces.append(_Arriving(start, counts, 0, all_gather(rows, 0, counts, axis)))
-        if spares_own:
+        if own_apart:
             self.pieces.appendleft(_Arriving(0, only_own(sizes, axis), dim, Pending(x)))
         self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, x)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
 from ..comm import Pending
-from .context import Context, in_backward, selective_region
+from .context import Context, autocast_dtype, in_backward, selective_region
 from .reductions import backward_of
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
 from .versions import versions
@@ -110,8 +110,7 @@ class _Seen:
 
 
 def _autocast(params: Sequence[Tensor]) -> torch.dtype | None:
-    device = params[0].device.type if params else "cpu"
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return autocast_dtype(params[0].device.type if params else "cpu")
 
 
 class Pass:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._once import once_differentiable
 from ...comm import Axis, Pending
 from ...runtime.accumulation import Accumulation
-from ...runtime.context import Context
+from ...runtime.context import Context, autocast_dtype
 from ...runtime.reductions import backward_of
 from ...runtime.versions import VersionGuard
 from .cut import Algorithm, Cut, SumsAtOnce
@@ -31,7 +31,6 @@ __all__ = [
     "Needs",
     "Shards",
     "apply",
-    "autocast_dtype",
     "low_precision",
 ]
 
@@ -213,11 +212,6 @@ def apply(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[T
         return _Linear.apply(x, weight, bias, call)
 
 
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of products under autocast; None where it is off."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def low_precision(*operands: Tensor | None) -> tuple[Any, ...]:
     """Operands in the dtype of products: before anything moves, that the wire carries it too."""
     devices = [x.device.type for x in operands if x is not None]
@@ -228,6 +222,6 @@ def low_precision(*operands: Tensor | None) -> tuple[Any, ...]:
 
 
 def _no_autocast(device: str) -> AbstractContextManager[Any]:
-    if torch.is_autocast_enabled(device):
+    if autocast_dtype(device) is not None:
         return torch.autocast(device, enabled=False)
     return nullcontext()

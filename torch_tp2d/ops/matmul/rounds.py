@@ -82,16 +82,16 @@ def abt_leaving(
             total = total + rows_of(others, dim, offsets, start, counts, at)
         return total
 
-    spares_own = axis.spares_own
+    own_apart = axis.own_apart
     for start, counts in axis.rounds(sizes, math.prod(rest) * features, c.dtype):
-        if spares_own:
+        if own_apart:
             sent = without_own(counts, axis)
             terms_of_others = part(start, sent).view(sum(sent), *rest, features)
             sums.append((start, reduce_from_others(terms_of_others, counts, axis)))
         else:
             whole = part(start, counts).view(sum(counts), *rest, features)
             sums.append((start, reduce_scatter(whole, 0, counts, axis)))
-    own = part(0, only_own(sizes, axis), dim).view(mine) if spares_own else None
+    own = part(0, only_own(sizes, axis), dim).view(mine) if own_apart else None
 
     def finish(_: list[Tensor]) -> Tensor:
         total = Assembly(mine, dim, c)

@@ -67,9 +67,9 @@ class Colwise2D(MatmulStyle):
             below, which moves the weight, it is the style's own. An embedding's weight never
             moves, whatever the dataflow.
         algorithm: ``"auto"``, ``"pipelined"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
-            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"pipelined"`` on gloo, if
-            transfers take longer there than rounds cost, and ``"collective"`` elsewhere. A weight
-            that stays takes ``"auto"`` and ``"collective"`` only.
+            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"pipelined"``, but
+            for ``"collective"`` where links are measured (gloo) and transfers take less time than
+            rounds cost. A weight that stays takes ``"auto"`` and ``"collective"`` only.
         reshard_after_forward: free the gathered weight after forward and gather it again in
             backward (True), or keep it (False): 1/C of the weight more memory, a third less
             weight traffic. None (default) gathers it again only where it is larger than the
