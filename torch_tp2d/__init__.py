@@ -10,6 +10,7 @@ from .loss import cross_entropy, loss_parallel
 from .mesh.tokens import token_sizes
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import layouts_of, parallelize_module
+from .planner.describe import describe
 from .plans import plan_for
 from .styles.attention import Attention2D, attention2d, attention_projections
 from .styles.base import GridStyle
@@ -39,6 +40,7 @@ __all__ = [
     "balanced_order",
     "cross_entropy",
     "debug",
+    "describe",
     "layouts_of",
     "loss_parallel",
     "parallelize_module",

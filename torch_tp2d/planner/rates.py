@@ -13,8 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import root_mesh
 from ..comm import Axis, all_gather, all_reduce, set_link_rate
+from ..comm.groups import sends
 
-__all__ = ["Rates", "assume", "assumed", "known", "measured"]
+__all__ = ["Rates", "assume", "assumed", "known", "measured", "suppose"]
 
 PROBE_BYTES = 512 * 1024
 """What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
@@ -54,6 +55,11 @@ def assume(rates: Rates | None) -> None:
     _assumed[:] = [rates]
 
 
+def suppose(mesh: DeviceMesh, rates: Rates) -> None:
+    """Take these rates for one mesh, as if they had been measured on it."""
+    _known[root_mesh(mesh)] = rates
+
+
 def assumed() -> str:
     """What was assumed, for messages."""
     return repr(_assumed[0]) if _assumed else "not called"
@@ -66,7 +72,7 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
     them is applied, and at no other time. Not on transports that do not go by rates.
     """
     root, goes_by_rates = root_mesh(mesh), row.transport.goes_by_rates
-    if goes_by_rates and not _assumed and root not in _known:
+    if goes_by_rates and not _assumed and root not in _known and sends(mesh):
         # Real numbers, whatever the model is made on.
         with torch.device("cpu"), torch.no_grad():
             rates = _known[root] = _measure(row, col)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, takewhile
@@ -25,9 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
+from .._torch_compat import (
+    active_fake_mode,
+    forward_hooks,
+    forward_pre_hooks,
+    parameters_of,
+    tree_leaves,
+)
 from ..comm import Pending
-from .context import Context, in_backward, selective_region, versions
+from .context import Context, OnBehalf, in_backward, selective_region, versions
 from .reductions import Backward, backward_of
 
 __all__ = [
@@ -60,13 +67,15 @@ class Prepared:
     bias: Tensor | None
     gather: Callable[[], Pending] | None = None
     sources: Sequence[Tensor] = ()
+    on_behalf: OnBehalf = nullcontext
     _then: Sequence[Tensor] = ()
     _moving: Pending | None = None
 
     def start(self) -> None:
         """Start the gather, if there is one to be started."""
         if self._moving is None and self.gather is not None:
-            self._moving = self.gather()
+            with self.on_behalf():
+                self._moving = self.gather()
 
     @property
     def moving(self) -> Pending:
@@ -80,7 +89,12 @@ class Prepared:
             self._moving.wait()
 
     def remember(self) -> None:
-        """Remember the values, for :meth:`changed`: on a CPU, elsewhere that stops the stream."""
+        """Remember the values, for :meth:`changed`: on a CPU, elsewhere that stops the stream.
+
+        Fake tensors have none.
+        """
+        if active_fake_mode() is not None:
+            self.sources = []
         self.sources = [source for source in self.sources if source.device.type == "cpu"]
         self._then = [source.clone() for source in self.sources]
 
@@ -184,7 +198,10 @@ class Pass:
             runner = module.__dict__.get("_tp2d")
             if runner is None or not _is_whole(module, runner.grid.mesh):
                 break
-            ready = runner.prepare(module)
+            on_behalf = runner.grid.context.on_behalf_of(module)
+            with on_behalf():
+                ready = runner.prepare(module)
+            ready.on_behalf = on_behalf
             ready.remember()
             self._ahead.append((_Seen(module), ready))
             next_one += 1
@@ -371,6 +388,7 @@ class WeightRegather:
         self._module, self._shard, self._gather = module, shard.detach(), gather
         self._moving: Pending | None = None
         self._taken = False
+        self._on_behalf = context.on_behalf_of()
         running = None if in_backward() else context.running
         self._before = None if running is None else running.last_regather
         if running is not None:
@@ -380,7 +398,8 @@ class WeightRegather:
         if self._moving is None:
             if self._taken or not _is_whole(self._module, self._module._tp2d.grid.mesh):
                 return False
-            self._moving = self._gather(self._shard)
+            with self._on_behalf():
+                self._moving = self._gather(self._shard)
             backward.at_end.append(self._abandon)
         return True
 

@@ -1,0 +1,140 @@
+"""Where a model is tried out: a mesh that only exists as numbers, and a copy without values."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import dtensor_of, fake_world, local_tensor, spec_of
+from ..mesh.layouts import TP_COL, TP_ROW
+
+__all__ = [
+    "AXES",
+    "blocks_of",
+    "copy_without_values",
+    "fake_mesh",
+    "is_sharded_over_data",
+    "mesh_of",
+    "shard_over_data",
+]
+
+AXES: Mapping[int, tuple[str, ...]] = {
+    2: (TP_ROW, TP_COL),
+    3: ("dp", TP_ROW, TP_COL),
+    4: ("replicate", "shard", TP_ROW, TP_COL),
+}
+"""What the axes of a mesh are called, by their number: those of data parallelism are FSDP2's."""
+
+_TRANSPORT = "TP2D_TRANSPORT"
+
+
+@contextmanager
+def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[DeviceMesh]:
+    """A mesh of a shape, for which no process group is needed and none is touched.
+
+    Args:
+        shape: ``(R, C)``, or with the axes of data parallelism before.
+        rank: the one of its ranks that this process plays.
+        transport: ``"nccl"`` or ``"gloo"``, whose ways transfers go.
+    """
+    ranks = torch.Size(shape).numel()
+    before = os.environ.get(_TRANSPORT)
+    with fake_world(ranks, rank) as first:
+        os.environ[_TRANSPORT] = transport
+        try:
+            with torch.device("cpu"):
+                numbers = torch.arange(first, first + ranks).view(*shape)
+            yield DeviceMesh("cpu", numbers, mesh_dim_names=AXES[len(shape)])
+        finally:
+            if before is None:
+                del os.environ[_TRANSPORT]
+            else:
+                os.environ[_TRANSPORT] = before
+
+
+def copy_without_values(model: nn.Module, mode: Any) -> nn.Module:
+    """A copy whose tensors have shapes and no values; the model stays as it is.
+
+    Args:
+        model: on any device, with a plan applied or without.
+        mode: the fake mode in which the copy's tensors are made.
+    """
+    memo: dict[int, Any] = {}
+
+    def empty(x: Tensor) -> Tensor:
+        local = local_tensor(x)
+        with mode:
+            made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
+        spec = spec_of(x)
+        if spec is not None:
+            made = dtensor_of(made, spec)
+        if isinstance(x, nn.Parameter):
+            return nn.Parameter(made, requires_grad=x.requires_grad)
+        return made
+
+    for module in model.modules():
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        held += [x for x in vars(module).values() if isinstance(x, Tensor)]
+        for x in held:
+            if id(x) not in memo:
+                memo[id(x)] = empty(x)
+    return copy.deepcopy(model, memo)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of the outermost lists of a model: its layers, which FSDP2 shards one by one."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += child
+        else:
+            found += blocks_of(child)
+    return found
+
+
+def shard_over_data(model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
+    """FSDP2 outside, as its documentation applies it: block by block, then the root.
+
+    Args:
+        mesh: with axes of data parallelism, or without.
+        reshard: whether gathered weights are freed after forward.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None
+    data = names[:-2]
+    if not data or all(mesh[name].size() == 1 for name in data):
+        return
+    over = mesh[data] if len(data) > 1 else mesh[data[0]]
+    for block in blocks_of(model):
+        fully_shard(block, mesh=over, reshard_after_forward=reshard)
+    fully_shard(model, mesh=over, reshard_after_forward=reshard)
+
+
+def is_sharded_over_data(model: nn.Module) -> bool:
+    """Whether FSDP2 was applied: such a model cannot be copied."""
+    kinds = (kind.__name__ for module in model.modules() for kind in type(module).__mro__)
+    return "FSDPModule" in kinds
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh that a plan was applied on.
+
+    Raises:
+        ValueError: if none was.
+    """
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            return param.device_mesh
+    raise ValueError(
+        f"no plan was applied to {type(model).__name__}: give a mesh, (2, 2) say, and a plan if "
+        f"it is none of the models that torch_tp2d.plan_for knows"
+    )
