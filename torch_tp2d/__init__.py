@@ -11,6 +11,7 @@ from .mesh.tokens import token_sizes
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import layouts_of, parallelize_module
 from .planner.describe import describe
+from .planner.suggest import suggest
 from .plans import plan_for
 from .styles.attention import Attention2D, attention2d, attention_projections
 from .styles.base import GridStyle
@@ -45,5 +46,6 @@ __all__ = [
     "loss_parallel",
     "parallelize_module",
     "plan_for",
+    "suggest",
     "token_sizes",
 ]

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from .._torch_compat import dtensor_of, fake_world, local_tensor, spec_of
 from ..mesh.layouts import TP_COL, TP_ROW
@@ -21,10 +23,13 @@ __all__ = [
     "AXES",
     "blocks_of",
     "copy_without_values",
+    "equal_layers",
     "fake_mesh",
     "is_sharded_over_data",
     "mesh_of",
+    "recompute_blocks",
     "shard_over_data",
+    "shorten",
 ]
 
 AXES: Mapping[int, tuple[str, ...]] = {
@@ -99,6 +104,43 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         else:
             found += blocks_of(child)
     return found
+
+
+def equal_layers(model: nn.Module) -> int:
+    """The most layers that a list of equal ones has, among the outermost lists of a model."""
+    return max((len(found) for found in _lists_of_equals(model)), default=0)
+
+
+def shorten(model: nn.Module, layers: int) -> None:
+    """Leave so many of each list of equal layers; the rest would do what these do."""
+    for found in _lists_of_equals(model):
+        del found[layers:]
+
+
+def _lists_of_equals(model: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in model.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _lists_of_equals(child)
+        elif len({_form(layer) for layer in child}) == 1:
+            yield child
+
+
+def _form(layer: nn.Module) -> tuple[Any, ...]:
+    """What two layers have alike that do the same."""
+    kinds = tuple(type(module) for module in layer.modules())
+    params = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()
+    )
+    return kinds, params
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Activation checkpointing of each layer."""
+    for block in blocks_of(model):
+        # Fake tensors draw no random numbers.
+        block.forward = partial(  # type: ignore[method-assign]
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:

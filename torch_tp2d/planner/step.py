@@ -31,12 +31,16 @@ from .sandbox import (
     fake_mesh,
     is_sharded_over_data,
     mesh_of,
+    recompute_blocks,
     shard_over_data,
+    shorten,
 )
 from .trace import Recorder
 
-__all__ = ["Case", "Step", "run_step"]
+__all__ = ["NO_PLAN", "Case", "PlanLike", "Step", "run_step"]
 
+NO_PLAN = "none"
+"""In the place of a plan, for FSDP2 alone."""
 PlanLike = Any
 """A plan as :func:`torch_tp2d.parallelize_module` takes it, a function of a model and a mesh that
 returns one, or None for the ready one."""
@@ -55,6 +59,8 @@ class Case:
         loss: a scalar of the model's output.
         reshard: whether FSDP2 outside frees gathered weights after forward.
         rates: by which ``"auto"`` chooses.
+        layers: at most so many of each list of equal layers are run.
+        recompute: whether layers are computed again for backward.
     """
 
     shape: tuple[int, ...] | None
@@ -67,6 +73,8 @@ class Case:
     loss: Callable[[Any], Tensor] | None = None
     reshard: bool = True
     rates: Rates | None = None
+    layers: int | None = None
+    recompute: bool = False
 
 
 @dataclass
@@ -111,7 +119,12 @@ def run_step(model: nn.Module, case: Case) -> Step:
             if case.rates is not None:
                 suppose(grid, case.rates)
             copied = copy_without_values(model, mode)
-            _apply(copied, grid, case.plan)
+            if case.layers is not None:
+                shorten(copied, case.layers)
+            if case.plan is not NO_PLAN:
+                _apply(copied, grid, case.plan)
+            if case.recompute:
+                recompute_blocks(copied)
             shard_over_data(copied, mesh, case.reshard)
         return _record(copied, mesh, grid, case, mode)
 
@@ -138,7 +151,7 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
         inputs = _inputs(model, grid, table, batch, case)
         recorder = Recorder(model, mesh, plain)
         with recorder:
-            if transport_of(grid).goes_by_rates:
+            if any(getattr(m.__dict__.get("_tp2d"), "in_rounds", False) for m in model.modules()):
                 # What is gathered ahead is what came next in the forward before.
                 _forward(model, inputs, case)
                 recorder.forget()

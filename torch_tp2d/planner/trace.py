@@ -44,10 +44,17 @@ PARAMETERS, GATHERED, ACTIVATIONS, TEMPORARY = "parameters", "gathered", "activa
 
 @dataclass(frozen=True)
 class Compute:
-    """Work of this rank: what it multiplies, and the bytes that it reads and writes."""
+    """Work of this rank between two transfers.
+
+    Args:
+        flops: multiplications and additions of products.
+        touched: bytes that are read and written.
+        ops: how many operators are called.
+    """
 
     flops: int
     touched: int
+    ops: int = 1
 
 
 @dataclass(frozen=True)
@@ -218,11 +225,12 @@ class Recorder(TorchDispatchMode):
         flops = flops_of(func, args, kwargs, out)
         touched = sum(x.numel() * x.element_size() for x in _tensors((args, kwargs, out)))
         self.flops[self.current()] += flops
-        if self.events and isinstance(self.events[-1], Compute):
-            before = self.events.pop()
-            assert isinstance(before, Compute)
-            flops, touched = flops + before.flops, touched + before.touched
-        self.events.append(Compute(flops, touched))
+        before = self.events[-1] if self.events else None
+        if isinstance(before, Compute):
+            ops = before.ops + 1
+            self.events[-1] = Compute(before.flops + flops, before.touched + touched, ops)
+        else:
+            self.events.append(Compute(flops, touched))
 
     # Memory
 
