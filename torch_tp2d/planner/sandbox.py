@@ -138,7 +138,7 @@ def recompute_blocks(model: nn.Module) -> None:
     """Activation checkpointing of each layer."""
     for block in blocks_of(model):
         # Fake tensors draw no random numbers.
-        block.forward = partial(  # type: ignore[method-assign]
+        block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
         )
 

@@ -61,6 +61,7 @@ class Case:
         rates: by which ``"auto"`` chooses.
         layers: at most so many of each list of equal layers are run.
         recompute: whether layers are computed again for backward.
+        dropout: whether anything is dropped: on a grid that is more work than in torch alone.
     """
 
     shape: tuple[int, ...] | None
@@ -75,6 +76,7 @@ class Case:
     rates: Rates | None = None
     layers: int | None = None
     recompute: bool = False
+    dropout: bool = True
 
 
 @dataclass
@@ -121,6 +123,9 @@ def run_step(model: nn.Module, case: Case) -> Step:
             copied = copy_without_values(model, mode)
             if case.layers is not None:
                 shorten(copied, case.layers)
+            for module in copied.modules():
+                if isinstance(module, nn.Dropout) and not case.dropout:
+                    module.p = 0.0
             if case.plan is not NO_PLAN:
                 _apply(copied, grid, case.plan)
             if case.recompute:
@@ -279,12 +284,14 @@ def _features(
     """
     for module in model.modules():
         runner = module.__dict__.get("_tp2d")
+        features = _in_features(module)
         if runner is None:
+            if table is None and features is not None:
+                return torch.zeros(batch, seq, features, dtype=_dtype(model), requires_grad=True)
             continue
         takes = runner.resolved().input
         if isinstance(takes, str):
             continue
-        features = _in_features(module)
         if features is None:
             break
         local = [batch, seq, features]

@@ -257,8 +257,8 @@ def suggest(
             link too where there is a process group.
         per_node: devices of a node, which have the device's own link between them.
         transport: ``"nccl"`` or ``"gloo"``; by default the device's.
-        plan: a function of a model and a mesh that returns a plan; by default
-            :func:`torch_tp2d.plan_for`.
+        plan: one, or a function of a model and a mesh that returns one, in which case its styles
+            keep the algorithm that it says; by default :func:`torch_tp2d.plan_for`'s.
         inputs, loss, optimizer: as for :func:`torch_tp2d.describe`.
 
     Returns:
@@ -323,6 +323,9 @@ class _Search:
         # Once for all: of a model in memory each copy would be large.
         self.model = copy_without_values(model, fake_mode())
         self.layers = equal_layers(self.model)
+        # A plan of the user's has its own.
+        self.algorithm = "pipelined" if case.plan is None else "auto"
+        self.stock_algorithm = "collective" if case.plan is None else "auto"
         self.refused: dict[str, str] = {}
         self.found: dict[Way, Candidate] = {}
 
@@ -335,7 +338,8 @@ class _Search:
             raise ValueError(
                 f"no mesh of {world_size} devices takes a batch of {self.case.batch} sequences of "
                 f"{self.case.seq} tokens: dp has to divide the batch, tp_row to have tokens for "
-                f"each rank, and tp_col heads. {reasons}"
+                f"each rank, and tp_col heads; FSDP2 alone takes one of "
+                f"{_divisors(self.case.batch)} devices. {reasons}"
             )
         fastest = sorted(self.found, key=lambda way: self.found[way].seconds)
         best_meshes = list(dict.fromkeys(way.shape for way in fastest))[:TRIED_FURTHER]
@@ -344,7 +348,7 @@ class _Search:
                 continue
             if way.shape in best_meshes or way.stock or not self.found[way].fits:
                 self._try(replace(way, keep=False))
-            if way.shape in best_meshes and not way.stock and way.algorithm != "collective":
+            if way.shape in best_meshes and not way.stock and way.algorithm == "pipelined":
                 self._try(replace(way, algorithm="collective"))
         if not any(each.fits for each in self.found.values()):
             for way in list(self.found):
@@ -357,12 +361,13 @@ class _Search:
         if not found[0].fits:
             assert self.limit is not None
             least = min(found, key=lambda each: each.memory.peak)
+            kept = least.memory.parameters + least.memory.gradients + least.memory.optimizer
             raise ValueError(
-                f"nothing fits in {in_bytes(self.limit)}: the least is {in_bytes(least.memory.peak)} "
-                f"a device, for {least.name}{', recomputing' * least.recompute} (parameters, "
-                f"gradients and optimizer "
-                f"{in_bytes(least.memory.parameters + least.memory.gradients + least.memory.optimizer)}"
-                f"): give as much, or use more devices, a smaller batch or shorter sequences"
+                f"nothing fits in {in_bytes(self.limit)}: the least is "
+                f"{in_bytes(least.memory.peak)} a device, for {least.name}"
+                f"{', recomputing' * least.recompute}, of which parameters, gradients and the "
+                f"optimizer's state are {in_bytes(kept)}: give as much, or use more devices, a "
+                f"smaller batch or shorter sequences"
             )
         return found
 
@@ -373,20 +378,23 @@ class _Search:
             for rows in _divisors(world_size // replicas):
                 columns = world_size // replicas // rows
                 shape = replicas, rows, columns
-                if rows == 1 and columns > 1:
-                    yield Way("TP", shape)
+                if rows * columns == 1:
+                    continue
+                if rows == 1:
+                    yield Way("TP", shape, self.stock_algorithm)
+                if rows == 1 and self.case.plan is None:
                     yield Way("TP+SP", shape)
-                if rows * columns > 1:
-                    row_dim = 1 if self.case.batch // replicas < rows else 0
-                    yield Way("2-D", shape, "pipelined", row_dim)
+                row_dim = 1 if self.case.batch // replicas < rows and self.case.plan is None else 0
+                yield Way("2-D", shape, self.algorithm, row_dim)
 
     def _try(self, way: Way) -> None:
         if way in self.found:
             return
         try:
             self.found[way] = self._predict(way)
-        except ValueError as error:
-            self.refused[way.name] = str(error)
+        except (ValueError, RuntimeError) as error:
+            # RuntimeErrors are the model's own, or DTensor's, on shards that do not suit it.
+            self.refused[way.name] = str(error).partition("\n")[0]
 
     def _predict(self, way: Way) -> Candidate:
         replicas = way.shape[0]
