@@ -6,28 +6,35 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import world
+from marks import deep
 from models import (
     batch,
     grid_mesh,
     local_heads,
     loss_of,
     plan_2d,
+    plan_dtensor,
     plan_mixed,
     plan_without_sequence_parallel,
     transformer,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_tp2d
 from torch_tp2d import Block2DParallel, Colwise2D, CommCounter, Rowwise2D, describe
-from torch_tp2d.planner.describe import Moved
+from torch_tp2d.planner.describe import Moved, _sum
 
 SIZES = 3, 13
 """Of a batch: they divide over nothing."""
@@ -89,6 +96,145 @@ def test_bytes_predicted_are_bytes_counted(rows: int, columns: int) -> None:
     for plan in (plan_2d, plan_without_sequence_parallel, plan_mixed):
         for wrong in world.run(rows * columns, _predicts, rows, columns, plan):
             assert wrong == []
+
+
+def _ready_models() -> dict[str, nn.Module]:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        SwinConfig,
+        SwinForImageClassification,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    llama = {"num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 384}
+    return {
+        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=128, n_head=4, n_layer=2, vocab_size=512)),
+        "llama": LlamaForCausalLM(
+            LlamaConfig(hidden_size=128, num_hidden_layers=2, vocab_size=512, **llama)
+        ),
+        "bert": BertForMaskedLM(
+            BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=99)
+        ),
+        "t5": T5ForConditionalGeneration(
+            T5Config(
+                d_model=64,
+                d_kv=16,
+                d_ff=128,
+                num_layers=1,
+                num_heads=4,
+                vocab_size=99,
+                decoder_start_token_id=0,
+            )
+        ),
+        "swin": SwinForImageClassification(
+            SwinConfig(
+                image_size=32,
+                patch_size=4,
+                embed_dim=32,
+                depths=[1, 1],
+                num_heads=[2, 4],
+                window_size=4,
+                num_labels=8,
+                drop_path_rate=0.0,
+            )
+        ),
+    }
+
+
+def _ready(rows: int, columns: int) -> list[str]:
+    """Ready plans: bytes as counted, and peak memory as torch's allocator has it."""
+    mesh = grid_mesh(rows, columns)
+    wrong = []
+    for name, model in _ready_models().items():
+        sizes = {"batch": 8, "seq": 128}
+        found = describe(model, mesh, rank=mesh.get_rank(), optimizer="sgd", **sizes)
+        torch_tp2d.parallelize_module(model, mesh, torch_tp2d.plan_for(model, mesh))
+        ids = torch.zeros(8, 128, dtype=torch.int64)
+        given: dict[str, torch.Tensor] = {"input_ids": ids, "labels": ids}
+        if name == "swin":
+            given = {"pixel_values": torch.zeros(8, 3, 32, 32), "labels": ids[:, 0]}
+
+        def step(model: nn.Module = model, given: Any = given) -> None:
+            model(**given).loss.backward()
+            for param in model.parameters():
+                param.grad = None
+
+        step()
+        with CommCounter(mesh) as counter:
+            step()
+        moved = _sum((*found.forward, *found.backward))
+        if _counted(counter) != _predicted(moved):
+            wrong.append(f"{name}: counted {_counted(counter)}, predicted {_predicted(moved)}")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            step()
+        parameters = sum(
+            p.to_local().numel() * p.element_size()  # type: ignore[attr-defined]
+            for p in model.parameters()
+        )
+        inputs = {id(x): x.numel() * x.element_size() for x in given.values()}
+        peak = parameters + sum(inputs.values()) + _peak(seen)
+        if abs(found.memory.peak / peak - 1) > 0.02:
+            wrong.append(f"{name}: peak {peak}, predicted {found.memory}")
+    return wrong
+
+
+def _peak(seen: Any) -> int:
+    """The most that was allocated at once beyond what was there."""
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(live)
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 1), deep(1, 2), deep(2, 4)])
+def test_ready_plans_move_and_hold_what_is_predicted(rows: int, columns: int) -> None:
+    pytest.importorskip("transformers")
+    world.preload("preload_hf")
+    for wrong in world.run(rows * columns, _ready, rows, columns):
+        assert wrong == []
+
+
+class _OfFSDP2(TorchDispatchMode):
+    """Bytes that this rank receives in what FSDP2 sends."""
+
+    received = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sizes = [args[at].numel() * args[at].element_size() for at in (0, 1)]
+            self.received += abs(sizes[0] - sizes[1])
+        return func(*args, **(kwargs or {}))
+
+
+def _with_fsdp(reshard: bool) -> list[tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    model = transformer(VOCAB, n_heads=4)
+    found = describe(model, mesh, plan_dtensor(), batch=4, seq=8, reshard_after_forward=reshard)
+    torch_tp2d.parallelize_module(model, mesh["tp_row", "tp_col"], plan_dtensor())
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=None if reshard else False)
+    ids, target = batch(2, 8, VOCAB)
+    with CommCounter(mesh["tp_row", "tp_col"]) as counter, _OfFSDP2() as of_fsdp:
+        loss_of(model(ids), target).backward()
+    grid = found.bytes_along("tp_row") + found.bytes_along("tp_col")
+    with pytest.raises(ValueError, match="before that, with the axes of data parallelism"):
+        describe(model, batch=4, seq=8)
+    return [(found.bytes_along("dp"), of_fsdp.received), (grid, counter.total_bytes)]
+
+
+def test_bytes_with_fsdp2_outside() -> None:
+    """The third axis of AxoNN and of Tesseract: a grid of its own for each part of the batch."""
+    for reshard in (True, False):
+        for pairs in world.run(4, _with_fsdp, reshard):
+            for predicted, counted in pairs:
+                assert predicted == counted > 0
 
 
 M, K, N = 96, 24, 48

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +28,7 @@ __all__ = [
     "is_sharded_over_data",
     "mesh_of",
     "recompute_blocks",
+    "reshard",
     "shard_over_data",
     "shorten",
 ]
@@ -66,19 +67,22 @@ def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[Devic
                 os.environ[_TRANSPORT] = before
 
 
-def copy_without_values(model: nn.Module, mode: Any) -> nn.Module:
+def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
     """A copy whose tensors have shapes and no values; the model stays as it is.
 
     Args:
         model: on any device, with a plan applied or without.
-        mode: the fake mode in which the copy's tensors are made.
+        mode: the fake mode in which the copy's tensors are made; None for the meta device.
     """
     memo: dict[int, Any] = {}
+    device = "meta" if mode is None else "cpu"
 
     def empty(x: Tensor) -> Tensor:
         local = local_tensor(x)
-        with mode:
-            made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
+        with nullcontext() if mode is None else mode:
+            made = torch.empty_strided(
+                local.shape, local.stride(), dtype=local.dtype, device=device
+            )
         spec = spec_of(x)
         if spec is not None:
             made = dtensor_of(made, spec)
@@ -158,13 +162,20 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
     over = mesh[data] if len(data) > 1 else mesh[data[0]]
     for block in blocks_of(model):
         fully_shard(block, mesh=over, reshard_after_forward=reshard)
-    fully_shard(model, mesh=over, reshard_after_forward=reshard)
+    # By default the root keeps what it gathers, which backward needs at once.
+    fully_shard(model, mesh=over, reshard_after_forward=None if reshard else False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 free what it gathered in a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def is_sharded_over_data(model: nn.Module) -> bool:
     """Whether FSDP2 was applied: such a model cannot be copied."""
-    kinds = (kind.__name__ for module in model.modules() for kind in type(module).__mro__)
-    return "FSDPModule" in kinds
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:

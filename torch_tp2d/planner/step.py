@@ -32,6 +32,7 @@ from .sandbox import (
     is_sharded_over_data,
     mesh_of,
     recompute_blocks,
+    reshard,
     shard_over_data,
     shorten,
 )
@@ -120,7 +121,7 @@ def run_step(model: nn.Module, case: Case) -> Step:
             grid = mesh[TP_ROW, TP_COL]
             if case.rates is not None:
                 suppose(grid, case.rates)
-            copied = copy_without_values(model, mode)
+            copied = copy_without_values(model)
             if case.layers is not None:
                 shorten(copied, case.layers)
             for module in copied.modules():
@@ -128,6 +129,7 @@ def run_step(model: nn.Module, case: Case) -> Step:
                     module.p = 0.0
             if case.plan is not NO_PLAN:
                 _apply(copied, grid, case.plan)
+            copied = copy_without_values(copied, mode)
             if case.recompute:
                 recompute_blocks(copied)
             shard_over_data(copied, mesh, case.reshard)
@@ -159,6 +161,7 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
             if any(getattr(m.__dict__.get("_tp2d"), "in_rounds", False) for m in model.modules()):
                 # What is gathered ahead is what came next in the forward before.
                 _forward(model, inputs, case)
+                reshard(model)
                 recorder.forget()
             loss = _forward(model, inputs, case)
             kept = recorder.kept()
@@ -230,7 +233,7 @@ def _inputs(
     if given is not None:
         args = tuple(map(_without_values, given if isinstance(given, tuple) else (given,)))
         return _Inputs(args, None, next((x for x in args if _is_ids(x)), None))
-    takes = inspect.signature(model.forward).parameters
+    takes = inspect.signature(_own_forward(model)).parameters
     if "pixel_values" in takes:
         config: Any = model.config
         height, width = _pair(config.image_size)
@@ -249,6 +252,12 @@ def _inputs(
         return _Inputs((ids,), None, ids)
     token_sizes(grid, (batch, case.seq))
     return _Inputs((_features(model, grid, table, batch, case.seq),))
+
+
+def _own_forward(model: nn.Module) -> Callable[..., Any]:
+    """What its class says, whatever style is put in front of it."""
+    kinds = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return next(kind for kind in kinds if not kind.__module__.startswith("torch_tp2d.")).forward
 
 
 def _without_values(x: Any) -> Any:

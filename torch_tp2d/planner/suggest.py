@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._torch_compat import fake_mode
 from ..mesh.layouts import TP_COL, TP_ROW
 from ..parallelize import parallelize_module
 from ..plans import plan_for
@@ -321,7 +320,7 @@ class _Search:
     ) -> None:
         self.case, self.machine, self.limit, self.optimizer = case, machine, limit, optimizer
         # Once for all: of a model in memory each copy would be large.
-        self.model = copy_without_values(model, fake_mode())
+        self.model = copy_without_values(model)
         self.layers = equal_layers(self.model)
         # A plan of the user's has its own.
         self.algorithm = "pipelined" if case.plan is None else "auto"
