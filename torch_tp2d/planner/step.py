@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,10 @@ def run_step(model: nn.Module, case: Case) -> Step:
         )
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        # Whatever the caller is within; of what is wrong the step itself will warn.
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         mode = fake_mode()
         if case.shape is None:
             mesh = mesh_of(model)
@@ -154,7 +159,7 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
     batch = case.batch // replicas
     table = _layouts(model)
     with mode:
-        plain = type(torch.empty(0))
+        plain = type(torch.empty(0, device="cpu"))
         inputs = _inputs(model, grid, table, batch, case)
         recorder = Recorder(model, mesh, plain)
         with recorder:
@@ -237,13 +242,13 @@ def _inputs(
     if "pixel_values" in takes:
         config: Any = model.config
         height, width = _pair(config.image_size)
-        images = torch.zeros(batch, config.num_channels, height, width)
+        images = torch.zeros(batch, config.num_channels, height, width, device="cpu")
         kwargs = {"pixel_values": images.to(_dtype(model))}
         if "labels" in takes:
-            kwargs["labels"] = torch.zeros(batch, dtype=torch.int64)
+            kwargs["labels"] = torch.zeros(batch, dtype=torch.int64, device="cpu")
         return _Inputs((), kwargs)
     if any(isinstance(module, nn.Embedding) for module in model.modules()):
-        ids = torch.zeros(batch, case.seq, dtype=torch.int64)
+        ids = torch.zeros(batch, case.seq, dtype=torch.int64, device="cpu")
         if "input_ids" in takes:
             kwargs = {"input_ids": ids}
             if "labels" in takes:
@@ -256,7 +261,7 @@ def _inputs(
 
 def _own_forward(model: nn.Module) -> Callable[..., Any]:
     """What its class says, whatever style is put in front of it."""
-    kinds = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
     return next(kind for kind in kinds if not kind.__module__.startswith("torch_tp2d.")).forward
 
 
@@ -296,7 +301,7 @@ def _features(
         features = _in_features(module)
         if runner is None:
             if table is None and features is not None:
-                return torch.zeros(batch, seq, features, dtype=_dtype(model), requires_grad=True)
+                return _zeros((batch, seq, features), model)
             continue
         takes = runner.resolved().input
         if isinstance(takes, str):
@@ -309,11 +314,15 @@ def _features(
         for placement, axis in zip(layout, (where.row, where.col), strict=True):
             if isinstance(placement, Shard):
                 local[placement.dim] = axis.split(local[placement.dim])[axis.index]
-        return torch.zeros(local, dtype=_dtype(model), requires_grad=True)
+        return _zeros(local, model)
     raise ValueError(
         f"{type(model).__name__} has neither an embedding nor a first Linear or norm that would "
         f"tell what it takes: give inputs=, the arguments of its forward on one rank"
     )
+
+
+def _zeros(shape: Sequence[int], model: nn.Module) -> Tensor:
+    return torch.zeros(shape, dtype=_dtype(model), device="cpu", requires_grad=True)
 
 
 def _in_features(module: Any) -> int | None:
