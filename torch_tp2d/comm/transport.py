@@ -74,9 +74,14 @@ def transport_of(mesh: DeviceMesh) -> Transport:
         ValueError: if that variable says anything else, or ``gloo`` where something travels.
     """
     asked = os.environ.get("TP2D_TRANSPORT", "")
-    backend = backend_of(mesh.get_group(0), torch.device(mesh.device_type)).name()
-    if asked == GLOO.name and backend == "fake":
-        return replace(GLOO, own_groups=None)
-    if asked not in ("", NCCL.name):
+    if asked not in ("", NCCL.name, GLOO.name):
         raise ValueError(f'TP2D_TRANSPORT is "{NCCL.name}" or not set, not {asked!r}')
+    backend = backend_of(mesh.get_group(0), torch.device(mesh.device_type)).name()
+    if asked == GLOO.name:
+        if backend != "fake":
+            raise ValueError(
+                f'TP2D_TRANSPORT is "{GLOO.name}" for fake process groups only, and this one is '
+                f"{backend}: it is gloo's ways that gloo goes by default"
+            )
+        return replace(GLOO, own_groups=None)
     return GLOO if backend == "gloo" and not asked else NCCL
