@@ -234,3 +234,11 @@ def test_a_config_of_transformers_is_a_model(tmp_path: Path) -> None:
         assert status == 0 and "transformer.h.0.mlp.c_fc" in out, err
     status, _, err = _command("describe", str(tmp_path / "none"), "--mesh", "2x2", *sizes)
     assert status == 2 and "package.module:function" in err
+
+
+def test_recomputation_is_tried_where_nothing_else_fits() -> None:
+    sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
+    least = min(each.memory.peak for each in suggest(_model(16), 2, **sizes).candidates)
+    found = suggest(_model(16), 2, memory=0.9 * least, **sizes)
+    assert found.best.recompute and "recomputing" in str(found)
+    assert found.best.memory.peak <= 0.9 * least
