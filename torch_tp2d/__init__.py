@@ -11,6 +11,8 @@ from .mesh.no_sync import no_sync
 from .mesh.tokens import token_sizes
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import layouts_of, parallelize_module
+from .planner.describe import describe
+from .planner.suggest import suggest
 from .plans import plan_for
 from .styles.attention import Attention2D, attention2d, attention_projections
 from .styles.base import GridStyle
@@ -40,10 +42,12 @@ __all__ = [
     "balanced_order",
     "cross_entropy",
     "debug",
+    "describe",
     "layouts_of",
     "loss_parallel",
     "no_sync",
     "parallelize_module",
     "plan_for",
+    "suggest",
     "token_sizes",
 ]

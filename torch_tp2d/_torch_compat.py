@@ -8,12 +8,17 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
@@ -43,6 +48,7 @@ __all__ = [
     "are_functorch_transforms_active",
     "at_end_of_backward",
     "backend_of",
+    "c10d_collective_of",
     "c10d_functional",
     "collective_of",
     "current_autograd_node",
@@ -54,11 +60,14 @@ __all__ = [
     "disabled_torch_function_impl",
     "dispatch_modes",
     "dtensor_of",
+    "fake_mode",
+    "fake_world",
     "flash_attention",
     "flash_attention_backward",
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
     "flex_attention_op",
+    "flops_of",
     "forward_hooks",
     "forward_pre_hooks",
     "gloo_options",
@@ -67,6 +76,8 @@ __all__ = [
     "is_mutable",
     "local_tensor",
     "make_wrapper_subclass",
+    "nodes_made",
+    "number_of_node",
     "parameters_of",
     "resolve_process_group",
     "root_mesh",
@@ -118,6 +129,28 @@ def version(x: Tensor) -> int:
     return x._version
 
 
+def fake_mode() -> Any:
+    """The mode in which tensors have shapes and no values, those from outside it taken along."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """What an operator multiplies and adds, by torch's own formulas; 0 for those without one."""
+    from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+    packet = op._overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet is flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(x.shape for x in args[:3])))
+    if packet is flash_attention_for_cpu_backward:
+        # Scores again, and four products for the gradients, for two in forward.
+        return int(sdpa_flop_count(*(x.shape for x in args[1:4])) * 5 // 2)
+    return 0
+
+
 def is_mutable(op: Any) -> bool:
     """Whether an operator writes into an argument: not into a tensor that others share."""
     return bool(op._schema.is_mutable)
@@ -130,6 +163,18 @@ disable_dynamo = torch._disable_dynamo
 
 current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread, -1 outside: what is under way is by it."""
+
+
+def nodes_made() -> int:
+    """How many nodes autograd has made in this thread: those of a module are numbered in a row."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def number_of_node() -> int | None:
+    """Which of them is the one whose backward runs; None outside of backward."""
+    node = current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
 
 current_autograd_node: Any = torch._C._current_autograd_node
 """The node whose backward runs: which layer a collective is for, in debug mode."""
@@ -165,6 +210,11 @@ def collective_of(op: Any) -> str:
     return str(op._opname)
 
 
+def c10d_collective_of(op: Any) -> str:
+    """``allgather_base`` for one that is not functional, as FSDP2's are not; else ``""``."""
+    return str(op._opname).strip("_") if op.namespace == "c10d" else ""
+
+
 flash_attention_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Any = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -187,6 +237,55 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def current_mesh() -> DeviceMesh:
     """The mesh of the surrounding ``with mesh:``, as for torch's own ``parallelize_module``."""
     return _mesh_resources.get_current_mesh()
+
+
+_first_fake_rank = itertools.count(1 << 16)
+
+
+@contextmanager
+def fake_world(ranks: int, rank: int) -> Iterator[int]:
+    """A default process group in which nothing travels, whatever group the process has.
+
+    torch keeps its groups in one object, which is exchanged for the while, and in a registry of
+    names, to which those of the fake groups are added and from which they are taken again.
+
+    Its ranks begin at a number that no other mesh of the process begins at: DTensor remembers the
+    meshes that it has seen, and takes one for another of the same ranks.
+
+    Args:
+        ranks: how many, as far as a mesh goes.
+        rank: the one of them that this process plays.
+
+    Yields:
+        The number of the first of them.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before, hook, first = c10d._world, sys.excepthook, next(_first_fake_rank)
+    here: Any = SimpleNamespace(
+        default_pg=None,
+        pg_map={},
+        pg_names={},
+        pg_group_ranks={},
+        pg_backend_config={},
+        pg_to_tag={},
+        tags_to_pg={},
+        pg_coalesce_state={},
+        comms=[],
+        # Names that torch gives to no group of the process' own.
+        group_count=1 << 30,
+    )
+    c10d._world = here
+    try:
+        size = first + ranks
+        dist.init_process_group("fake", store=FakeStore(), rank=first + rank, world_size=size)
+        yield first
+    finally:
+        for name in here.pg_names.values():
+            c10d._unregister_process_group(name)
+        c10d._world = before
+        c10d._update_default_pg(before.default_pg)
+        sys.excepthook = hook
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

@@ -148,6 +148,8 @@ def test_importing_the_package_changes_nothing_of_torch() -> None:
 
 
 STATE = {
+    # Numbers of fake ranks; and torch's own, exchanged for a while and put back.
+    "_torch_compat.py": {"_first_fake_rank", "_world", "excepthook"},
     "comm/axis.py": {"_links"},  # Rates of links, by process group.
     "comm/groups.py": {"_groups"},  # Process groups of our own, by world.
     "comm/pending.py": {"watch"},  # Debug mode's hook on every transfer.

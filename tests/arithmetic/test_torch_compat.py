@@ -7,6 +7,7 @@ away or changes it fails in the test of that name, and not somewhere in a model.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -153,6 +154,57 @@ def _(mesh: DeviceMesh) -> None:
     assert compat.active_fake_mode() is None
     with FakeTensorMode() as mode:
         assert compat.active_fake_mode() is mode
+
+
+@of("fake_mode")
+def _(mesh: DeviceMesh) -> None:
+    outside = torch.ones(2, 3)
+    with compat.fake_mode():
+        made = torch.ones(4, 2) @ outside
+    assert type(made) is not Tensor and made.shape == (4, 3)
+    assert made.untyped_storage().nbytes() == 48
+
+
+@of("fake_world")
+def _(mesh: DeviceMesh) -> None:
+    group, hook = dist.group.WORLD, sys.excepthook
+    names = set(dist.distributed_c10d._world.pg_names.values())
+    starts = []
+    for rank in (0, 5):
+        with compat.fake_world(6, rank) as first:
+            starts.append(first)
+            numbers = torch.arange(first, first + 6).view(2, 3)
+            fake = DeviceMesh("cpu", numbers, mesh_dim_names=("tp_row", "tp_col"))
+            assert fake != mesh and tuple(fake.get_coordinate() or ()) == divmod(rank, 3)
+            assert not names & set(dist.distributed_c10d._world.pg_names.values())
+            assert compat.backend_of(fake.get_group(0), CPU).name() == "fake"
+    assert starts[0] != starts[1]
+    # All is as before.
+    assert dist.group.WORLD is group and sys.excepthook is hook and dist.get_world_size() == 1
+    assert names == set(dist.distributed_c10d._world.pg_names.values())
+    dist.all_reduce(torch.ones(1), group=mesh.get_group(0))
+
+
+@of("nodes_made", "number_of_node")
+def _(mesh: DeviceMesh) -> None:
+    x = torch.ones(2, requires_grad=True)
+    before, seen = compat.nodes_made(), []
+    y = x * 2
+    between = compat.nodes_made()
+    y.register_hook(lambda _: seen.append(compat.number_of_node()))
+    (y + 1).sum().backward()
+    assert compat.number_of_node() is None
+    assert seen == [before] and before < between < compat.nodes_made()
+
+
+@of("flops_of")
+def _(mesh: DeviceMesh) -> None:
+    a, b, q = torch.ones(2, 3), torch.ones(3, 5), torch.ones(1, 2, 8, 4)
+    op = torch.ops.aten.mm.default
+    assert compat.flops_of(op, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    op = compat.flash_attention_for_cpu.default
+    assert compat.flops_of(op, (q, q, q), {}, op(q, q, q)) == 2 * 2 * 8 * 8 * 4 * 2
+    assert compat.flops_of(torch.ops.aten.neg.default, (a,), {}, -a) == 0
 
 
 @of("are_functorch_transforms_active")
@@ -340,6 +392,16 @@ def _(mesh: DeviceMesh) -> None:
         flex_attention(x, x, x, block_mask=mask)
     # What is asked of a mask is how many batches and heads it is for.
     assert met and all(shape[:2] == (2, 1) for shape in met)
+
+
+@of("c10d_collective_of")
+def _(mesh: DeviceMesh) -> None:
+    with _Ops() as mode:
+        dist.all_gather_into_tensor(torch.empty(2), torch.ones(2), group=mesh.get_group(0))
+    assert [compat.c10d_collective_of(op) for op in mode.seen if op.namespace == "c10d"] == [
+        "allgather_base"
+    ]
+    assert compat.c10d_collective_of(torch.ops.aten.mm.default) == ""
 
 
 @of("root_mesh", "current_mesh")

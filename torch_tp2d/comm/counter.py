@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import TorchDispatchMode, collective_of, resolve_process_group
 
-__all__ = ["CommCounter"]
+__all__ = ["AxisNames", "CommCounter", "crossing"]
 
 
-def _received(op: str, args: Sequence[Any], ranks: int) -> int:
-    """Elements that one rank receives in a functional collective of ``ranks`` ranks."""
-    size = args[0].numel()
+def _received(op: str, args: Sequence[Any], ranks: int, index: int) -> int:
+    """Elements that a rank receives in a functional collective of ``ranks`` ranks."""
+    size = int(args[0].numel())
     match op:
         case "all_gather_into_tensor":
             return (ranks - 1) * size
@@ -26,12 +26,39 @@ def _received(op: str, args: Sequence[Any], ranks: int) -> int:
         case "all_reduce":
             return 2 * (ranks - 1) * size // ranks
         case "broadcast":
-            return size
+            return 0 if args[1] == index else size
+        case "all_to_all_single":
+            per_row = math.prod(args[0].shape[1:])
+            return sum(count for rank, count in enumerate(args[1]) if rank != index) * per_row
     raise AssertionError(f"{op} is not counted")
+
+
+def crossing(op: str, args: Sequence[Any]) -> tuple[ProcessGroup, int]:
+    """The group of a functional collective, and the bytes that this rank receives in it."""
+    group = args[-1]
+    if isinstance(group, str):
+        group = resolve_process_group(group)
+    received = _received(op, args, group.size(), group.rank())
+    return group, received * int(args[0].element_size())
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(get_process_group_ranks(group))
+
+
+class AxisNames:
+    """What the axes of a mesh are called, by their process groups.
+
+    By the groups' ranks: on gloo our collectives run on groups other than the mesh's.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
+        self._axes = {_ranks(mesh.get_group(dim)): name for dim, name in enumerate(names)}
+
+    def of(self, group: ProcessGroup) -> str:
+        """``other`` where it is that of no axis."""
+        return self._axes.get(_ranks(group), "other")
 
 
 class CommCounter(TorchDispatchMode):
@@ -52,9 +79,7 @@ class CommCounter(TorchDispatchMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-        # By their ranks: on gloo our collectives run on groups other than the mesh's.
-        self._axes = {_ranks(mesh.get_group(dim)): name for dim, name in enumerate(names)}
+        self._axes = AxisNames(mesh)
         self.calls: dict[tuple[str, str], int] = defaultdict(int)
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
 
@@ -71,21 +96,10 @@ class CommCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
-        group = args[-1]
-        if isinstance(group, str):
-            group = resolve_process_group(group)
-        name = self._axes.get(_ranks(group), "other")
-        ranks, index = group.size(), group.rank()
-        width = args[0].element_size()
-        if op == "all_to_all_single":
-            per_row = math.prod(args[0].shape[1:])
-            received = sum(count for rank, count in enumerate(args[1]) if rank != index) * per_row
-        elif op == "broadcast" and args[1] == index:
-            received = 0
-        else:
-            received = _received(op, args, ranks)
-        self.calls[name, op] += 1
-        self.bytes[name, op] += received * width
+        group, received = crossing(op, args)
+        key = self._axes.of(group), op
+        self.calls[key] += 1
+        self.bytes[key] += received
 
     @property
     def total_bytes(self) -> int:

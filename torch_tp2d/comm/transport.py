@@ -7,7 +7,7 @@ ahead, sums sent late.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,13 +72,21 @@ def transport_of(mesh: DeviceMesh) -> Transport:
 
     ``TP2D_TRANSPORT=nccl`` in the environment of every rank takes NCCL's on any backend, so that
     the tests can go its ways on gloo processes (those of ``init_process_group("gloo_in_order")``,
-    see :mod:`torch_tp2d.comm.groups`).
+    see :mod:`torch_tp2d.comm.groups`). ``gloo`` is for fake groups, on which nothing travels:
+    :func:`torch_tp2d.describe` counts so what gloo would move.
 
     Raises:
-        ValueError: if that variable says anything else.
+        ValueError: if that variable says anything else, or ``gloo`` where something travels.
     """
     asked = os.environ.get("TP2D_TRANSPORT", "")
-    if asked not in ("", NCCL.name):
+    if asked not in ("", NCCL.name, GLOO.name):
         raise ValueError(f'TP2D_TRANSPORT is "{NCCL.name}" or not set, not {asked!r}')
-    backend = backend_of(mesh.get_group(0), torch.device(mesh.device_type))
-    return GLOO if backend.name() == "gloo" and not asked else NCCL
+    backend = backend_of(mesh.get_group(0), torch.device(mesh.device_type)).name()
+    if asked == GLOO.name:
+        if backend != "fake":
+            raise ValueError(
+                f'TP2D_TRANSPORT is "{GLOO.name}" for fake process groups only, and this one is '
+                f"{backend}: it is gloo's ways that gloo goes by default"
+            )
+        return replace(GLOO, own_groups=None)
+    return GLOO if backend == "gloo" and not asked else NCCL

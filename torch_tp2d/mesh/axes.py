@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch_compat import disable_current_modes
 from ..comm import Axis, Pending, all_gather, link_of, transport_of
 from ..comm.groups import own_group
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh
@@ -41,7 +42,10 @@ def check_mesh(mesh: Any) -> None:
             f'a 2-D style needs mesh dims named ("{TP_ROW}", "{TP_COL}") in this order, but this '
             f"mesh is {describe_mesh(mesh)}: {_MESH_MEND}"
         )
-    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in (0, 1)):
+    # Of real numbers, also where a forward is traced with fake tensors.
+    with disable_current_modes():
+        descends = any((mesh.mesh.diff(dim=dim) < 0).any() for dim in (0, 1))
+    if descends:
         raise ValueError(
             f"the ranks of the mesh {describe_mesh(mesh)} are {mesh.mesh.tolist()}, but a process "
             f"group puts its own in ascending order, so they have to ascend along each axis: "

@@ -13,8 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import root_mesh
 from ..comm import Axis, all_gather, all_reduce, set_link_rate
+from ..comm.groups import sends
 
-__all__ = ["Rates", "assume", "assumed", "known", "measured"]
+__all__ = ["Rates", "assume", "assumed", "known", "link_rate", "measured", "suppose"]
 
 PROBE_BYTES = 512 * 1024
 """What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
@@ -54,6 +55,11 @@ def assume(rates: Rates | None) -> None:
     _assumed[:] = [rates]
 
 
+def suppose(mesh: DeviceMesh, rates: Rates) -> None:
+    """Take these rates for one mesh, as if they had been measured on it."""
+    _known[root_mesh(mesh)] = rates
+
+
 def assumed() -> str:
     """What was assumed, for messages."""
     return repr(_assumed[0]) if _assumed else "not called"
@@ -66,7 +72,7 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
     them is applied, and at no other time. Not on transports that do not go by rates.
     """
     root, goes_by_rates = root_mesh(mesh), row.transport.goes_by_rates
-    if goes_by_rates and not _assumed and root not in _known:
+    if goes_by_rates and not _assumed and root not in _known and sends(mesh):
         # Real numbers, whatever the model is made on.
         with torch.device("cpu"), torch.no_grad():
             rates = _known[root] = _measure(row, col)
@@ -97,9 +103,18 @@ def _measure(row: Axis, col: Axis) -> Rates:
     return Rates(row_rate, col_rate, 2 * PROBE_SIDE**3 / compute)
 
 
-def _gather(axis: Axis) -> None:
-    sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+def link_rate(axis: Axis, device: torch.device) -> float:
+    """Bytes that a rank of an axis receives a second, that of the slowest; for all its ranks."""
+    slowest = torch.tensor([_seconds(partial(_gather, axis, device))], dtype=torch.float64)
+    seconds = all_reduce(slowest.to(device), axis, "max").wait().item()
+    return PROBE_BYTES * (axis.size - 1) / seconds
+
+
+def _gather(axis: Axis, device: torch.device | str = "cpu") -> None:
+    sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
     all_gather(sent, 0, (PROBE_BYTES,) * axis.size, axis).wait()
+    if sent.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Context",
+    "OnBehalf",
     "Sizes",
     "autocast_dtype",
     "context_of",
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 Sizes = tuple[int, ...]
+OnBehalf = Callable[[], AbstractContextManager[Any]]
+Attribute = Callable[[nn.Module | None], OnBehalf]
 
 
 def in_backward() -> bool:
@@ -85,6 +90,8 @@ class Context:
         """How many keys of dropout the ranks of the mesh have drawn."""
         self.accumulation = Accumulation()
         """What micro-batches keep for the last of a step."""
+        self.attribute: Attribute | None = None
+        """Set by who asks for which module a transfer is (:mod:`torch_tp2d.planner.trace`)."""
 
     def __repr__(self) -> str:
         under_way = [] if self.running is None else [repr(self.running)]
@@ -92,6 +99,14 @@ class Context:
         under_way += [repr(self.accumulation)] if self.accumulation else []
         said = ", ".join(under_way) or "nothing under way"
         return f"Context(mesh={self.of}, tokens={self.tokens}, {said})"
+
+    def on_behalf_of(self, module: nn.Module | None = None) -> OnBehalf:
+        """What is to be entered around what is done ahead for a module, or put off by one.
+
+        Args:
+            module: None is the one that runs now.
+        """
+        return nullcontext if self.attribute is None else self.attribute(module)
 
     def forget(self) -> None:
         """A forward begins or has ended: nothing that was kept of another is of use."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, takewhile
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
+from .._torch_compat import active_fake_mode, forward_hooks, forward_pre_hooks, tree_leaves
 from ..comm import Pending
-from .context import Context, autocast_dtype, in_backward, selective_region
+from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
 from .reductions import backward_of
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
 from .versions import versions
@@ -56,13 +57,15 @@ class Prepared:
     bias: Tensor | None
     gather: Callable[[], Pending] | None = None
     sources: Sequence[Tensor] = ()
+    on_behalf: OnBehalf = nullcontext
     _then: Sequence[Tensor] = ()
     _moving: Pending | None = None
 
     def start(self) -> None:
         """Start the gather, if there is one to be started."""
         if self._moving is None and self.gather is not None:
-            self._moving = self.gather()
+            with self.on_behalf():
+                self._moving = self.gather()
 
     @property
     def moving(self) -> Pending:
@@ -76,7 +79,12 @@ class Prepared:
             self._moving.wait()
 
     def remember(self) -> None:
-        """Remember the values, for :meth:`changed`: on a CPU, elsewhere that stops the stream."""
+        """Remember the values, for :meth:`changed`: on a CPU, elsewhere that stops the stream.
+
+        Fake tensors have none.
+        """
+        if active_fake_mode() is not None:
+            self.sources = []
         self.sources = [source for source in self.sources if source.device.type == "cpu"]
         self._then = [source.clone() for source in self.sources]
 
@@ -179,7 +187,10 @@ class Pass:
             runner = module.__dict__.get("_tp2d")
             if runner is None or not is_whole(module, runner.grid.mesh):
                 break
-            ready = runner.prepare(module)
+            on_behalf = runner.grid.context.on_behalf_of(module)
+            with on_behalf():
+                ready = runner.prepare(module)
+            ready.on_behalf = on_behalf
             ready.remember()
             self._ahead.append((_Seen(module), ready))
             next_one += 1

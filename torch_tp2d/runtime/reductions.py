@@ -38,18 +38,21 @@ class PendingReduction:
         self._send = send
         self._pending: Pending | None = None
         self._backward = backward
+        self._on_behalf = backward.context.on_behalf_of()
         backward.pending.append(self)
 
     def compute(self) -> None:
         """Make this rank's part."""
         if callable(self.part):
-            self.part = self.part()
+            with self._on_behalf():
+                self.part = self.part()
 
     def send(self) -> None:
         """Send this rank's part, if it is not sent yet."""
         self.compute()
         if isinstance(self.part, Tensor):
-            self._pending, self.part = self._send(self.part), None
+            with self._on_behalf():
+                self._pending, self.part = self._send(self.part), None
 
     def value(self) -> Tensor:
         """The sum. Asking for one sends the others too, that they travel meanwhile."""
@@ -63,7 +66,8 @@ class PendingReduction:
 class Backward:
     """One run of autograd's engine, and the transfers that it has still to start or to await."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context) -> None:
+        self.context = context
         self.pending: list[PendingReduction] = []
         self.at_end: list[Callable[[], None]] = []
         """Called when it is over: what was started and nobody took is awaited then."""
@@ -100,7 +104,7 @@ def backward_of(context: Context) -> Backward:
     number = current_graph_task_id()
     found = context.backwards.get(number)
     if found is None:
-        found = context.backwards[number] = Backward()
+        found = context.backwards[number] = Backward(context)
 
         def close() -> None:
             # A forward that began in another thread meanwhile has let go of it.

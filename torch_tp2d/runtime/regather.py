@@ -54,6 +54,7 @@ class WeightRegather:
         self._module, self._shard, self._gather = module, shard.detach(), gather
         self._moving: Pending | None = None
         self._taken = False
+        self._on_behalf = context.on_behalf_of()
         running = None if in_backward() else context.running
         self._before = None if running is None else running.last_regather
         if running is not None:
@@ -63,7 +64,8 @@ class WeightRegather:
         if self._moving is None:
             if self._taken or not is_whole(self._module, self._module._tp2d.grid.mesh):
                 return False
-            self._moving = self._gather(self._shard)
+            with self._on_behalf():
+                self._moving = self._gather(self._shard)
             backward.at_end.append(self._abandon)
         return True
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch_compat import disable_current_modes
 from ..comm import Axis, all_gather
+from ..comm.groups import sends
 from ..mesh.grid import Grid, ask_sizes, describe_mesh, part_of
 from ..mesh.layouts import Layout, normalize
 from ..ops.attention.block import attend_to_all
@@ -43,7 +44,7 @@ def next_key(grid: Grid) -> Tensor:
         # What checkpointing runs again draws again what was counted and checked in forward.
         return key
     count = grid.context.keys_drawn = grid.context.keys_drawn + 1
-    if count & (count - 1) == 0:
+    if count & (count - 1) == 0 and sends(grid.mesh):
         # Selective checkpointing is not to see it: it does not happen again in backward.
         with disable_current_modes():
             keys = key.view(1).to(grid.mesh.device_type)

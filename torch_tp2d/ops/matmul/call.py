@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -185,7 +185,9 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needs = Needs(*ctx.needs_input_grad[:3])
         result = call.op.algorithm.forward(call, needs, x, weight, bias)
-        ctx.call, ctx.state = call, result.state
+        # Without the gather, which holds the gathered weight.
+        ctx.call = call if call.moving is None else replace(call, moving=None)
+        ctx.state = result.state
         ctx.save_for_backward(*result.saved)
         return result.outputs
 

@@ -1,0 +1,244 @@
+"""``suggest``: the schedule that is played, the arithmetic of the choice, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_tp2d
+from support import world
+from support.models import batch, loss_of, plan_dtensor, relative, transformer
+from torch_tp2d import suggest
+from torch_tp2d.__main__ import main
+from torch_tp2d.planner.machine import Machine, read_link, read_size
+from torch_tp2d.planner.simulate import simulate
+from torch_tp2d.planner.trace import Compute, Start, Wait
+
+ONE = Machine(flops=1.0, memory_rate=1e30, link=1.0)
+"""Of which a second is a unit of work, or of bytes."""
+LINKS_ALONE = Machine(flops=1e30, memory_rate=1e30, link=1e6)
+"""On which bytes decide."""
+
+
+def _seconds(events: list[Any], machine: Machine = ONE, **reach: int) -> float:
+    return simulate(events, machine, reach or {"row": 4, "col": 2}).seconds
+
+
+def test_work_hides_a_transfer_until_it_is_asked_for() -> None:
+    travels, works = Start("row", "all_gather_into_tensor", 5), Compute(3, 0)
+    assert _seconds([travels, works, Wait(0), works]) == 5 + 3
+    assert _seconds([travels, works, works, Wait(0)]) == 6
+    assert _seconds([travels, Wait(0), works, works]) == 5 + 6
+    # The step has not ended while something travels.
+    assert _seconds([works, travels]) == 3 + 5
+
+
+def test_transfers_share_a_link_and_not_two() -> None:
+    row, col = Start("row", "all_reduce", 5), Start("col", "all_reduce", 4)
+    both = [row, col, Wait(0), Wait(1)]
+    assert _seconds(both) == 9
+    node = Machine(flops=1.0, memory_rate=1e30, link=1.0, near=2.0, per_node=2)
+    assert _seconds(both, node) == max(5, 4 / 2)
+
+
+def test_fsdp2_gathers_ahead_but_not_on_gloo() -> None:
+    """One unit ahead; and gloo's reduce-scatter is as long as an all-reduce."""
+    gather = Start("dp", "allgather_base", 2, of_fsdp=True)
+    scatter = Start("dp", "reduce_scatter_base", 2, of_fsdp=True)
+    works = Compute(3, 0)
+    events = [gather, works, gather, works, scatter, works, scatter]
+    gloo = Machine(flops=1.0, memory_rate=1e30, link=1.0, transport="gloo")
+    assert _seconds(events) == 2 + 3 + 3 + 3 + 2
+    assert _seconds(events, gloo) == 2 + 3 + 2 + 3 + 4 + 3 + 4
+
+
+def test_rates_and_sizes_are_read() -> None:
+    assert read_link("400gbit") == read_link("400 Gbit/s") == read_link("50GB/s") == 50e9
+    assert read_link("200mbit") == 25e6 and read_link(7) == 7
+    assert read_size("80GB") == 80e9 and read_size("1.5 KiB") == 1536
+    for wrong in ("fast", "400", "-1GB/s", 0, "1.2.3GB/s"):
+        with pytest.raises(ValueError, match="link is a rate"):
+            read_link(wrong)
+    with pytest.raises(ValueError, match="memory is a size"):
+        read_size("much")
+
+
+HIDDEN = 64
+
+
+def _model(seq: int, layers: int = 2) -> nn.Module:
+    with torch.device("meta"):
+        model = transformer(8, n_layers=layers, dim=HIDDEN, n_heads=4, max_seq_len=seq)
+    return model.float()
+
+
+def _plan(model: nn.Module, mesh: Any) -> dict[str, Any]:
+    return plan_dtensor()
+
+
+@pytest.mark.parametrize("m,wins", [(0.5, {(1, 4)}), (3, {(2, 2), (2, 1, 2)}), (32, {(4, 1, 1)})])
+def test_tokens_per_weight_decide(m: float, wins: set[tuple[int, ...]]) -> None:
+    """Elements for a block, in hidden^2, weights kept: 6m on a line, 18 by FSDP2, 2m + 6 on 2 x 2.
+
+    It says so where stock plans win.
+    """
+    size = 4 if m < 32 else 16
+    seq = int(m * HIDDEN) // size
+    found = suggest(_model(seq), 4, batch=size, seq=seq, plan=_plan, device=LINKS_ALONE)
+    assert found.best.mesh_shape in wins, str(found)
+    if m == 32:
+        assert found.plan is None and found.best.name == "FSDP2 4"
+    times = [each.seconds for each in found.candidates]
+    assert times == sorted(times) and len({each.name for each in found.candidates}) >= 6
+
+
+def test_layers_are_told_from_two() -> None:
+    """What is predicted from two layers of five is what five of them do."""
+    sizes = {"batch": 4, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
+    found = {each.name: each for each in suggest(_model(16, 5), 2, **sizes).candidates}
+    model = _model(16, 5)
+    for name in ("TP 2", "2-D 2x1"):
+        whole = torch_tp2d.describe(
+            model, found[name].mesh_shape, found[name].plan, batch=4, seq=16
+        )
+        assert found[name].bytes == whole.total_bytes
+        assert found[name].memory.parameters == whole.memory.parameters
+        assert abs(found[name].memory.peak / whole.memory.peak - 1) < 0.02
+
+
+def test_memory_rules_out_and_it_says_what_would_fit() -> None:
+    sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
+    free = suggest(_model(16), 2, **sizes)
+    least = min(each.memory.peak for each in free.candidates)
+    assert free.best.memory.peak > least
+    tight = suggest(_model(16), 2, memory=least, **sizes)
+    assert tight.best.memory.peak <= least
+    assert [each.fits for each in tight.candidates].count(False) > 0
+    assert tight.best.name in str(tight) and "too large" in str(tight)
+    assert "<table>" in tight._repr_html_()
+    read = json.loads(json.dumps(tight.to_dict()))
+    assert read["candidates"][0]["name"] == tight.best.name
+    assert read["machine"]["near"] is None
+    with pytest.raises(
+        ValueError, match="nothing fits in 1000 B: the least is .* for .*more devices"
+    ):
+        suggest(_model(16), 2, memory=1000, **sizes)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no devices": ({"world_size": 0}, ValueError, "world_size is a number"),
+    "a device of no table": ({"device": "tpu"}, ValueError, "'h100'"),
+    "no link": ({"device": None}, ValueError, 'say link="400gbit"'),
+    "no plan": ({"plan": None}, ValueError, "has no ready plan"),
+    "too many devices": (
+        {"world_size": 67, "batch": 3},
+        ValueError,
+        r"dp has to divide the batch.*\[1, 3\] devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("given,error,said", BAD.values(), ids=BAD)
+def test_what_cannot_be_suggested(given: Any, error: type[Exception], said: str) -> None:
+    wanted = {"world_size": 2, "batch": 4, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
+    wanted |= given
+    with pytest.raises(error, match=said):
+        suggest(_model(16), wanted.pop("world_size"), **wanted)
+
+
+def _trains() -> list[float]:
+    """Each candidate applied to real ranks, FSDP2 alone and around a grid among them."""
+    reference = transformer(8, n_heads=4)
+    sizes = {"batch": 4, "seq": 8, "plan": _plan, "device": LINKS_ALONE}
+    found = suggest(reference, 4, **sizes)
+    ids, target = batch(4, 8, 8)
+    wanted = loss_of(reference(ids), target).detach()
+    differ = []
+    chosen = {each.mesh_shape: each for each in found.candidates if len(each.mesh_shape) == 2}
+    for each in chosen.values():
+        model = copy.deepcopy(reference)
+        each.apply(model, each.make_mesh("cpu"))
+        differ.append(relative(loss_of(model(ids), target).detach(), wanted))
+    for each in (each for each in found.candidates if each.mesh_shape in ((4, 1, 1), (2, 2, 1))):
+        model = copy.deepcopy(reference)
+        mesh = each.make_mesh("cpu")
+        each.apply(model, mesh)
+        part = 4 // each.mesh_shape[0]
+        mine = slice(mesh["dp"].get_local_rank() * part, (mesh["dp"].get_local_rank() + 1) * part)
+        loss = loss_of(model(ids[mine]), target[mine])
+        alone = loss_of(reference(ids[mine]), target[mine]).detach()
+        differ.append(relative(loss.detach(), alone))
+    return differ
+
+
+def test_what_is_suggested_runs() -> None:
+    for differ in world.run(4, _trains):
+        assert len(differ) >= 5 and max(differ) < 1e-11
+
+
+def _command(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([*words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def make_model() -> nn.Module:
+    """For the command line."""
+    return _model(16)
+
+
+def make_plan(model: nn.Module, mesh: Any) -> dict[str, Any]:
+    """For the command line."""
+    return plan_dtensor()
+
+
+def test_the_command_line() -> None:
+    of_model = (f"{__name__}:make_model", "--plan", f"{__name__}:make_plan")
+    sizes = ("--batch", "4", "--seq", "16")
+    status, out, _ = _command("describe", *of_model, "--mesh", "2x2", *sizes, "--json")
+    assert status == 0 and json.loads(out)["mesh"] == {"tp_row": 2, "tp_col": 2}
+    wanted = torch_tp2d.describe(make_model(), (2, 2), make_plan, batch=4, seq=16)
+    assert json.loads(out)["total"]["bytes"] == wanted.total_bytes
+    link = ("--device", "h100", "--link", "400gbit")
+    status, out, _ = _command("suggest", *of_model, "--devices", "2", *sizes, *link)
+    assert status == 0 and "FSDP2 2" in out and "TP 2" in out
+    status, out, _ = _command("calibrate", "--link", "200mbit", "--json")
+    assert status == 0 and json.loads(out)["link"] == 25e6 and json.loads(out)["flops"] > 1e8
+    for words, said in {
+        ("describe", "tests:nothing", "--mesh", "2x2", *sizes): "tests:nothing",
+        ("describe", of_model[0], "--mesh", "2x2", *sizes): "has no ready plan",
+        ("calibrate",): 'say link="400gbit"',
+        ("describe", *of_model, "--mesh", "2x2", *sizes, "--dtype", "int4x"): "--dtype is",
+    }.items():
+        status, out, err = _command(*words)
+        assert status == 2 and said in err and out == ""
+
+
+def test_a_config_of_transformers_is_a_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=64)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    for name in (tmp_path, tmp_path / "config.json"):
+        sizes = ("--batch", "4", "--seq", "16")
+        status, out, err = _command("describe", str(name), "--mesh", "2x2", *sizes)
+        assert status == 0 and "transformer.h.0.mlp.c_fc" in out, err
+    status, _, err = _command("describe", str(tmp_path / "none"), "--mesh", "2x2", *sizes)
+    assert status == 2 and "package.module:function" in err
+
+
+def test_recomputation_is_tried_where_nothing_else_fits() -> None:
+    sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
+    least = min(each.memory.peak for each in suggest(_model(16), 2, **sizes).candidates)
+    found = suggest(_model(16), 2, memory=0.9 * least, **sizes)
+    assert found.best.recompute and "recomputing" in str(found)
+    assert found.best.memory.peak <= 0.9 * least

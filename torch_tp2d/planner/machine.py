@@ -1,0 +1,238 @@
+"""What devices and links do in a second: measured here, or looked up, or said."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..comm import Axis
+from .rates import link_rate
+
+__all__ = ["DEVICES", "Device", "Machine", "calibrate", "machine_of", "read_link", "read_size"]
+
+REACHED = 0.5
+"""The part of a data sheet's operations a second that training reaches, roughly: PaLM reports 57 %
+of its peak (arXiv:2204.02311, 4.1), Megatron-LM 52 % at best (arXiv:2104.04473, table 1)."""
+LINK_REACHED = 0.8
+"""The part of a link's nominal rate that collectives reach, roughly."""
+PROBE_SIDE = 768
+PROBE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Device:
+    """A data sheet.
+
+    Args:
+        flops: dense 16-bit operations a second; half as many are taken for 32 bits.
+        memory: bytes.
+        memory_rate: bytes a second.
+        link: bytes a second to its neighbours, each way.
+    """
+
+    flops: float
+    memory: float
+    memory_rate: float
+    link: float
+
+
+DEVICES: Mapping[str, Device] = {
+    # NVIDIA A100 80GB SXM data sheet: 312 TFLOPS, 2039 GB/s, NVLink 600 GB/s both ways together.
+    "a100": Device(312e12, 80e9, 2.039e12, 300e9),
+    # NVIDIA H100 SXM data sheet: 989 TFLOPS dense, 3.35 TB/s, NVLink 900 GB/s.
+    "h100": Device(989e12, 80e9, 3.35e12, 450e9),
+    # NVIDIA H200 SXM data sheet: as H100, 141 GB at 4.8 TB/s.
+    "h200": Device(989e12, 141e9, 4.8e12, 450e9),
+    # NVIDIA DGX B200 data sheet, an eighth: 2250 TFLOPS dense, 180 GB, 8 TB/s, NVLink 1.8 TB/s.
+    "b200": Device(2250e12, 180e9, 8e12, 900e9),
+    # NVIDIA L40S data sheet: 362 TFLOPS dense, 48 GB at 864 GB/s, PCIe 4.0 x16.
+    "l40s": Device(362e12, 48e9, 0.864e12, 31.5e9),
+    # NVIDIA Ada whitepaper: 165 TFLOPS dense with 32-bit sums, 24 GB at 1008 GB/s, PCIe 4.0 x16.
+    "rtx4090": Device(165e12, 24e9, 1.008e12, 31.5e9),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank does in a second.
+
+    Args:
+        flops: multiplications and additions of products a second.
+        memory_rate: bytes read or written a second by all else.
+        link: bytes received a second.
+        op_seconds: what calling an operator costs beside its work.
+        latency: seconds that a transfer takes beside its bytes.
+        near: bytes received a second from the ranks of the same node.
+        per_node: ranks of a node; 1 where all ranks are as far from each other.
+        transport: ``"nccl"`` or ``"gloo"``.
+    """
+
+    flops: float
+    memory_rate: float
+    link: float
+    op_seconds: float = 0.0
+    latency: float = 0.0
+    near: float = math.inf
+    per_node: int = 1
+    transport: str = "nccl"
+
+    def rate(self, reach: int) -> tuple[str, float]:
+        """The link that a group of ranks sends on, and its rate.
+
+        Args:
+            reach: from the first rank of the group to the last, and one.
+        """
+        return ("near", self.near) if reach <= self.per_node else ("link", self.link)
+
+
+_SIZES: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def read_link(link: str | float) -> float:
+    """Bytes a second: of ``"400gbit"``, ``"200 Mbit/s"``, ``"25GB/s"`` or a number of them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(link, (int, float)) and not isinstance(link, bool) and link > 0:
+        return float(link)
+    found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(bit|b)(?:ps|/s)?\s*", str(link), re.IGNORECASE)
+    rate = _number(found.group(1)) if found else 0.0
+    if not found or rate <= 0:
+        raise ValueError(
+            f'link is a rate, "400gbit", "200 Mbit/s", "25GB/s" or bytes a second, not {link!r}'
+        )
+    rate *= _SIZES[found.group(2).lower()]
+    return rate / 8 if found.group(3).lower() == "bit" else rate
+
+
+def read_size(memory: str | float) -> float:
+    """Bytes: of ``"80GB"``, ``"24 GiB"`` or a number of them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory > 0:
+        return float(memory)
+    found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b\s*", str(memory), re.IGNORECASE)
+    size = _number(found.group(1)) if found else 0.0
+    if not found or size <= 0:
+        raise ValueError(f'memory is a size, "80GB", "24GiB" or bytes, not {memory!r}')
+    unit = found.group(2).lower()
+    if found.group(3):
+        return size * 1024.0 ** " kmgt".index(unit or " ")
+    return size * _SIZES[unit]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def machine_of(
+    device: str | Machine | None,
+    link: str | float | None,
+    per_node: int | None,
+    transport: str | None,
+    dtype: torch.dtype,
+) -> tuple[Machine, float | None]:
+    """The machine that is meant, and the memory of its device where that is known.
+
+    Raises:
+        ValueError: for a device that is not known, and where there is no link to be measured.
+    """
+    given = None if link is None else read_link(link)
+    if isinstance(device, Machine):
+        return device if given is None else replace(device, link=given), None
+    if device is None:
+        measured = calibrate(link=given)
+        changes: dict[str, Any] = {"per_node": per_node, "transport": transport}
+        return replace(measured, **{k: v for k, v in changes.items() if v is not None}), None
+    if device.lower() not in DEVICES:
+        raise ValueError(
+            f"device {device!r} is not in the table, which has {sorted(DEVICES)}: choose one, or "
+            f"give a torch_tp2d.planner.machine.Machine, or none to have this one measured"
+        )
+    sheet = DEVICES[device.lower()]
+    flops = sheet.flops * REACHED / (1 if dtype.itemsize <= 2 else 2)
+    near = sheet.link * LINK_REACHED
+    machine = Machine(
+        flops,
+        sheet.memory_rate * LINK_REACHED,
+        near if given is None else given * LINK_REACHED,
+        op_seconds=3e-6,
+        latency=15e-6,
+        near=near,
+        per_node=per_node or 1,
+        transport=transport or "nccl",
+    )
+    return machine, sheet.memory
+
+
+def calibrate(link: float | None = None) -> Machine:
+    """Measure this machine: products, memory and, where there is a process group, the link.
+
+    To be called by all ranks of the group together, in half a second.
+
+    Args:
+        link: bytes a second, instead of measuring them.
+
+    Raises:
+        ValueError: for no link, and no process group of at least two ranks to measure one on.
+
+    Example::
+
+        >>> machine = calibrate(link=25e6)
+        >>> torch_tp2d.suggest(model, 4, batch=8, seq=512, device=machine)
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if link is None and not several:
+        raise ValueError(
+            'there is no process group to measure a link on: say link="400gbit" or what yours '
+            f"does, or device= one of {sorted(DEVICES)}, or run by torchrun"
+        )
+    with torch.no_grad():
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        side = PROBE_SIDE * (8 if on_gpu else 1)
+        matrix = torch.rand(side, side, device=device, dtype=dtype)
+        product = _seconds(lambda: matrix @ matrix, device)
+        block = torch.zeros(PROBE_BYTES // 4, device=device)
+        copy = _seconds(lambda: block + 1, device)
+        small = torch.zeros(8, device=device)
+        call = _seconds(lambda: [small + 1 for _ in range(1000)], device) / 1000
+    transport, latency = ("nccl", 15e-6) if on_gpu else ("gloo", 0.3e-3)
+    if link is None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        link = link_rate(Axis.of(mesh, 0), device)
+    return Machine(
+        flops=2 * side**3 / product,
+        memory_rate=2 * PROBE_BYTES / copy,
+        link=link,
+        op_seconds=call,
+        latency=latency,
+        transport=transport,
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The best of three, after one that does not count."""
+    taken = []
+    for _ in range(4):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])

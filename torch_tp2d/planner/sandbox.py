@@ -1,0 +1,193 @@
+"""Where a model is tried out: a mesh that only exists as numbers, and a copy without values."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from .._torch_compat import dtensor_of, fake_world, local_tensor, spec_of
+from ..mesh.layouts import TP_COL, TP_ROW
+
+__all__ = [
+    "AXES",
+    "blocks_of",
+    "copy_without_values",
+    "equal_layers",
+    "fake_mesh",
+    "is_sharded_over_data",
+    "mesh_of",
+    "recompute_blocks",
+    "reshard",
+    "shard_over_data",
+    "shorten",
+]
+
+AXES: Mapping[int, tuple[str, ...]] = {
+    2: (TP_ROW, TP_COL),
+    3: ("dp", TP_ROW, TP_COL),
+    4: ("replicate", "shard", TP_ROW, TP_COL),
+}
+"""What the axes of a mesh are called, by their number: those of data parallelism are FSDP2's."""
+
+_TRANSPORT = "TP2D_TRANSPORT"
+
+
+@contextmanager
+def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[DeviceMesh]:
+    """A mesh of a shape, for which no process group is needed and none is touched.
+
+    Args:
+        shape: ``(R, C)``, or with the axes of data parallelism before.
+        rank: the one of its ranks that this process plays.
+        transport: ``"nccl"`` or ``"gloo"``, whose ways transfers go.
+    """
+    ranks = torch.Size(shape).numel()
+    before = os.environ.get(_TRANSPORT)
+    with fake_world(ranks, rank) as first:
+        os.environ[_TRANSPORT] = transport
+        try:
+            with torch.device("cpu"):
+                numbers = torch.arange(first, first + ranks).view(*shape)
+            yield DeviceMesh("cpu", numbers, mesh_dim_names=AXES[len(shape)])
+        finally:
+            if before is None:
+                del os.environ[_TRANSPORT]
+            else:
+                os.environ[_TRANSPORT] = before
+
+
+def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
+    """A copy whose tensors have shapes and no values; the model stays as it is.
+
+    Args:
+        model: on any device, with a plan applied or without.
+        mode: the fake mode in which the copy's tensors are made; None for the meta device.
+    """
+    memo: dict[int, Any] = {}
+    device = "meta" if mode is None else "cpu"
+
+    def empty(x: Tensor) -> Tensor:
+        local = local_tensor(x)
+        with nullcontext() if mode is None else mode:
+            made = torch.empty_strided(
+                local.shape, local.stride(), dtype=local.dtype, device=device
+            )
+        spec = spec_of(x)
+        if spec is not None:
+            made = dtensor_of(made, spec)
+        if isinstance(x, nn.Parameter):
+            return nn.Parameter(made, requires_grad=x.requires_grad)
+        return made
+
+    for module in model.modules():
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        held += [x for x in vars(module).values() if isinstance(x, Tensor)]
+        for x in held:
+            if id(x) not in memo:
+                memo[id(x)] = empty(x)
+    return copy.deepcopy(model, memo)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of the outermost lists of a model: its layers, which FSDP2 shards one by one."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += child
+        else:
+            found += blocks_of(child)
+    return found
+
+
+def equal_layers(model: nn.Module) -> int:
+    """The most layers that a list of equal ones has, among the outermost lists of a model."""
+    return max((len(found) for found in _lists_of_equals(model)), default=0)
+
+
+def shorten(model: nn.Module, layers: int) -> None:
+    """Leave so many of each list of equal layers; the rest would do what these do."""
+    for found in _lists_of_equals(model):
+        del found[layers:]
+
+
+def _lists_of_equals(model: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in model.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _lists_of_equals(child)
+        elif len({_form(layer) for layer in child}) == 1:
+            yield child
+
+
+def _form(layer: nn.Module) -> tuple[Any, ...]:
+    """What two layers have alike that do the same."""
+    kinds = tuple(type(module) for module in layer.modules())
+    params = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()
+    )
+    return kinds, params
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Activation checkpointing of each layer."""
+    for block in blocks_of(model):
+        # Fake tensors draw no random numbers.
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def shard_over_data(model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
+    """FSDP2 outside, as its documentation applies it: block by block, then the root.
+
+    Args:
+        mesh: with axes of data parallelism, or without.
+        reshard: whether gathered weights are freed after forward.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None
+    data = names[:-2]
+    if not data or all(mesh[name].size() == 1 for name in data):
+        return
+    over = mesh[data] if len(data) > 1 else mesh[data[0]]
+    for block in blocks_of(model):
+        fully_shard(block, mesh=over, reshard_after_forward=reshard)
+    # By default the root keeps what it gathers, which backward needs at once.
+    fully_shard(model, mesh=over, reshard_after_forward=None if reshard else False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 free what it gathered in a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def is_sharded_over_data(model: nn.Module) -> bool:
+    """Whether FSDP2 was applied: such a model cannot be copied."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh that a plan was applied on.
+
+    Raises:
+        ValueError: if none was.
+    """
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            return param.device_mesh
+    raise ValueError(
+        f"no plan was applied to {type(model).__name__}: give a mesh, (2, 2) say, and a plan if "
+        f"it is none of the models that torch_tp2d.plan_for knows"
+    )

@@ -1,0 +1,334 @@
+"""One training step of a model on a mesh, run without values and recorded."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .._torch_compat import fake_mode, local_tensor
+from ..comm import transport_of
+from ..loss import cross_entropy
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
+from ..mesh.tokens import token_sizes
+from ..parallelize import layouts_of, parallelize_module
+from ..parallelize.table import LayoutTable
+from ..plans import plan_for
+from ..runtime.context import context_of
+from .rates import Rates, suppose
+from .sandbox import (
+    copy_without_values,
+    fake_mesh,
+    is_sharded_over_data,
+    mesh_of,
+    recompute_blocks,
+    reshard,
+    shard_over_data,
+    shorten,
+)
+from .trace import Recorder
+
+__all__ = ["NO_PLAN", "Case", "PlanLike", "Step", "run_step"]
+
+NO_PLAN = "none"
+"""In the place of a plan, for FSDP2 alone."""
+PlanLike = Any
+"""A plan as :func:`torch_tp2d.parallelize_module` takes it, a function of a model and a mesh that
+returns one, or None for the ready one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run.
+
+    Args:
+        shape: of the mesh; None where a plan was applied already.
+        batch, seq: of the whole mesh, data parallelism's replicas together.
+        rank: of the mesh, whose step it is.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model, of one replica;
+            None where ``batch`` and ``seq`` say enough.
+        loss: a scalar of the model's output.
+        reshard: whether FSDP2 outside frees gathered weights after forward.
+        rates: by which ``"auto"`` chooses.
+        layers: at most so many of each list of equal layers are run.
+        recompute: whether layers are computed again for backward.
+        dropout: whether anything is dropped: on a grid that is more work than in torch alone.
+    """
+
+    shape: tuple[int, ...] | None
+    plan: PlanLike
+    batch: int
+    seq: int
+    rank: int = 0
+    transport: str = "nccl"
+    inputs: Any = None
+    loss: Callable[[Any], Tensor] | None = None
+    reshard: bool = True
+    rates: Rates | None = None
+    layers: int | None = None
+    recompute: bool = False
+    dropout: bool = True
+
+
+@dataclass
+class Step:
+    """What was recorded.
+
+    Args:
+        kept: when forward was over, bytes by kind of memory, by module.
+        parameters: bytes of this rank's parts, by module; gradients likewise.
+    """
+
+    recorder: Recorder
+    mesh: dict[str, int]
+    transport: str
+    layouts: LayoutTable | None
+    kept: Mapping[str, Counter[str]]
+    parameters: Mapping[str, int]
+    trainable: int
+    weights: Mapping[str, tuple[int, ...]]
+
+
+def run_step(model: nn.Module, case: Case) -> Step:
+    """Run a copy of the model once, forward and backward; nothing travels."""
+    if is_sharded_over_data(model):
+        raise ValueError(
+            f"{type(model).__name__} was given to fully_shard: describe it before that, with the "
+            f"axes of data parallelism in the mesh, as in (2, 2, 4) for [dp, {TP_ROW}, {TP_COL}]"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        # Whatever the caller is within; of what is wrong the step itself will warn.
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        mode = fake_mode()
+        if case.shape is None:
+            mesh = mesh_of(model)
+            context = context_of(mesh)
+            known = dict(vars(context))
+            stack.callback(lambda: vars(context).update(known))
+            copied = copy_without_values(model, mode)
+            grid = mesh
+        else:
+            mesh = stack.enter_context(fake_mesh(case.shape, case.rank, case.transport))
+            grid = mesh[TP_ROW, TP_COL]
+            if case.rates is not None:
+                suppose(grid, case.rates)
+            copied = copy_without_values(model)
+            if case.layers is not None:
+                shorten(copied, case.layers)
+            for module in copied.modules():
+                if isinstance(module, nn.Dropout) and not case.dropout:
+                    module.p = 0.0
+            if case.plan is not NO_PLAN:
+                _apply(copied, grid, case.plan)
+            copied = copy_without_values(copied, mode)
+            if case.recompute:
+                recompute_blocks(copied)
+            shard_over_data(copied, mesh, case.reshard)
+        return _record(copied, mesh, grid, case, mode)
+
+
+def _apply(model: nn.Module, grid: DeviceMesh, plan: PlanLike) -> None:
+    if plan is None:
+        plan = plan_for(model, grid)
+    elif callable(plan):
+        plan = plan(model, grid)
+    parallelize_module(model, grid, plan, src_data_rank=None)
+
+
+def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mode: Any) -> Step:
+    replicas = math.prod(mesh.shape[:-2])
+    if case.batch % replicas:
+        raise ValueError(
+            f"a batch of {case.batch} does not divide over the {replicas} replicas of mesh "
+            f"{describe_mesh(mesh)}: use a multiple of {replicas}, or fewer replicas"
+        )
+    batch = case.batch // replicas
+    table = _layouts(model)
+    with mode:
+        plain = type(torch.empty(0, device="cpu"))
+        inputs = _inputs(model, grid, table, batch, case)
+        recorder = Recorder(model, mesh, plain)
+        with recorder:
+            if any(getattr(m.__dict__.get("_tp2d"), "in_rounds", False) for m in model.modules()):
+                # What is gathered ahead is what came next in the forward before.
+                _forward(model, inputs, case)
+                reshard(model)
+                recorder.forget()
+            loss = _forward(model, inputs, case)
+            kept = recorder.kept()
+            loss.backward()
+    parameters: Counter[str] = Counter()
+    trainable = 0
+    weights = {}
+    for name, param in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        local = local_tensor(param)
+        if name.endswith("weight"):
+            weights[owner] = tuple(local.shape)
+        parameters[owner] += local.numel() * local.element_size()
+        if param.requires_grad:
+            trainable += local.numel() * local.element_size()
+    names = mesh.mesh_dim_names
+    assert names is not None
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    transport = transport_of(grid).name
+    return Step(recorder, sizes, transport, table, kept, parameters, trainable, weights)
+
+
+@dataclass
+class _Inputs:
+    """Of a model's forward, and the ids among them."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    ids: Tensor | None = None
+
+
+def _forward(model: nn.Module, inputs: _Inputs, case: Case) -> Tensor:
+    out = model(*inputs.args, **(inputs.kwargs or {}))
+    loss = case.loss(out) if case.loss is not None else _loss(model, out, inputs.ids)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            f"{type(model).__name__}: loss= is to make a scalar that has a gradient of what the "
+            f"model returns ({type(out).__name__})"
+        )
+    return loss
+
+
+def _loss(model: nn.Module, out: Any, ids: Tensor | None) -> Tensor:
+    """The model's own; of logits of its vocabulary the cross entropy; else a sum."""
+    own = out.get("loss") if isinstance(out, Mapping) else None
+    if own is not None:
+        return own
+    y = out if isinstance(out, Tensor) else None
+    if y is None:
+        y = next(iter(out.values() if isinstance(out, Mapping) else out), None)
+    if not isinstance(y, Tensor):
+        raise ValueError(
+            f"{type(model).__name__} returns a {type(out).__name__}: say by loss= what scalar is "
+            f"trained"
+        )
+    vocabularies = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    if ids is not None and y.ndim == 3 and y.shape[-1] in vocabularies and isinstance(y, DTensor):
+        return cross_entropy(y, ids)
+    return y.sum()
+
+
+def _inputs(
+    model: nn.Module, grid: DeviceMesh, table: LayoutTable | None, batch: int, case: Case
+) -> _Inputs:
+    given = case.inputs
+    if isinstance(given, Mapping):
+        made = {name: _without_values(x) for name, x in given.items()}
+        return _Inputs((), made, made.get("input_ids"))
+    if given is not None:
+        args = tuple(map(_without_values, given if isinstance(given, tuple) else (given,)))
+        return _Inputs(args, None, next((x for x in args if _is_ids(x)), None))
+    takes = inspect.signature(_own_forward(model)).parameters
+    if "pixel_values" in takes:
+        config: Any = model.config
+        height, width = _pair(config.image_size)
+        images = torch.zeros(batch, config.num_channels, height, width, device="cpu")
+        kwargs = {"pixel_values": images.to(_dtype(model))}
+        if "labels" in takes:
+            kwargs["labels"] = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        return _Inputs((), kwargs)
+    if any(isinstance(module, nn.Embedding) for module in model.modules()):
+        ids = torch.zeros(batch, case.seq, dtype=torch.int64, device="cpu")
+        if "input_ids" in takes:
+            kwargs = {"input_ids": ids}
+            if "labels" in takes:
+                kwargs["labels"] = ids
+            return _Inputs((), kwargs, ids)
+        return _Inputs((ids,), None, ids)
+    token_sizes(grid, (batch, case.seq))
+    return _Inputs((_features(model, grid, table, batch, case.seq),))
+
+
+def _own_forward(model: nn.Module) -> Callable[..., Any]:
+    """What its class says, whatever style is put in front of it."""
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return next(kind for kind in kinds if not kind.__module__.startswith("torch_tp2d.")).forward
+
+
+def _without_values(x: Any) -> Any:
+    return torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x
+
+
+def _is_ids(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_floating_point()
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _layouts(model: nn.Module) -> LayoutTable | None:
+    try:
+        return layouts_of(model)
+    except ValueError:
+        return None
+
+
+def _features(
+    model: nn.Module, grid: DeviceMesh, table: LayoutTable | None, batch: int, seq: int
+) -> Tensor:
+    """This rank's part of hidden states, as the first module of the plan takes them.
+
+    Raises:
+        ValueError: if that module does not tell.
+    """
+    for module in model.modules():
+        runner = module.__dict__.get("_tp2d")
+        features = _in_features(module)
+        if runner is None:
+            if table is None and features is not None:
+                return _zeros((batch, seq, features), model)
+            continue
+        takes = runner.resolved().input
+        if isinstance(takes, str):
+            continue
+        if features is None:
+            break
+        local = [batch, seq, features]
+        layout: Layout = normalize(takes, 3)
+        where = Grid(grid, runner.grid.axes)
+        for placement, axis in zip(layout, (where.row, where.col), strict=True):
+            if isinstance(placement, Shard):
+                local[placement.dim] = axis.split(local[placement.dim])[axis.index]
+        return _zeros(local, model)
+    raise ValueError(
+        f"{type(model).__name__} has neither an embedding nor a first Linear or norm that would "
+        f"tell what it takes: give inputs=, the arguments of its forward on one rank"
+    )
+
+
+def _zeros(shape: Sequence[int], model: nn.Module) -> Tensor:
+    return torch.zeros(shape, dtype=_dtype(model), device="cpu", requires_grad=True)
+
+
+def _in_features(module: Any) -> int | None:
+    for name in ("in_features", "nx", "normalized_shape"):
+        found = getattr(module, name, None)
+        if found is not None:
+            return int(found if isinstance(found, int) else found[-1])
+    weight = getattr(module, "weight", None)
+    return int(weight.shape[-1]) if isinstance(weight, Tensor) and weight.ndim == 1 else None

@@ -1,0 +1,477 @@
+"""Which grid, and which plan on it, trains a model fastest within the memory that there is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..mesh.layouts import TP_COL, TP_ROW
+from ..parallelize import parallelize_module
+from ..plans import plan_for
+from .describe import OPTIMIZERS, Memory, describe_step
+from .machine import Machine, machine_of, read_size
+from .sandbox import AXES, copy_without_values, equal_layers, fake_mesh, shard_over_data
+from .simulate import Timing, simulate
+from .step import NO_PLAN, Case, PlanLike, run_step
+from .table import as_html, as_text, in_bytes
+
+__all__ = ["Candidate", "Suggestion", "suggest"]
+
+FEW = 2
+"""So many layers, and one less, are run for each candidate; what a layer adds is added for more."""
+TRIED_FURTHER = 3
+"""Of how many of the fastest meshes other ways of running them are tried."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a mesh of ``(dp, R, C)`` is used.
+
+    Args:
+        kind: ``"2-D"``, ``"TP"``, ``"TP+SP"`` or ``"FSDP2"``.
+        keep: gathered weights are kept for backward.
+        recompute: layers are computed again for backward.
+    """
+
+    kind: str
+    shape: tuple[int, int, int]
+    algorithm: str = "collective"
+    row_dim: int = 0
+    keep: bool = True
+    recompute: bool = False
+
+    @property
+    def stock(self) -> bool:
+        """Whether torch alone has it."""
+        return self.kind != "2-D"
+
+    @property
+    def name(self) -> str:
+        """``FSDP2 2 x 2-D 2x2``, say."""
+        replicas, rows, columns = self.shape
+        if self.kind == "FSDP2":
+            return f"FSDP2 {replicas}"
+        grid = f"{self.kind} {columns}" if self.stock else f"2-D {rows}x{columns}"
+        return grid if replicas == 1 else f"FSDP2 {replicas} x {grid}"
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights are gathered, so that they may be kept or gathered again."""
+        return self.shape[0] * self.shape[1] > 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of running the model, and what it is predicted to cost.
+
+    Args:
+        name: ``2-D 2x2``, ``FSDP2 2 x TP+SP 4``, ...
+        mesh_shape: ``(R, C)``, or ``(dp, R, C)`` with FSDP2 over ``dp``.
+        plan: a dict of module names and styles; None for FSDP2 alone.
+        stock: whether torch alone has it.
+        algorithm, row_dim: of the plan's styles.
+        keep_weights: gathered weights are kept for backward; else they are gathered again.
+        recompute: layers are computed again for backward (``torch.utils.checkpoint``).
+        timing: seconds of a step, forward and backward, of which work and transfers.
+        bytes: that a rank receives in a step.
+        memory: of a rank.
+        fits: whether ``memory.peak`` is within what was given.
+    """
+
+    name: str
+    mesh_shape: tuple[int, ...]
+    plan: dict[str, Any] | None
+    stock: bool
+    algorithm: str
+    row_dim: int
+    keep_weights: bool
+    recompute: bool
+    timing: Timing
+    bytes: int
+    memory: Memory
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.timing.seconds
+
+    def make_mesh(self, device_type: str = "cuda") -> DeviceMesh:
+        """The mesh. To be called by all ranks together."""
+        names = AXES[len(self.mesh_shape)]
+        return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=names)
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
+        """Apply the plan to a model, and FSDP2 outside where it is a part of it.
+
+        To be called by all ranks together. Of ``recompute`` nothing is done: wrap the layers
+        before, by ``torch.utils.checkpoint``.
+
+        Args:
+            mesh: as :meth:`make_mesh` makes it, which is the default.
+
+        Returns:
+            The mesh: ``mesh["tp_row", "tp_col"]`` is the plan's, ``mesh["dp"]`` FSDP2's.
+        """
+        mesh = self.make_mesh() if mesh is None else mesh
+        if self.plan is not None:
+            parallelize_module(model, mesh[TP_ROW, TP_COL], copy.deepcopy(self.plan))
+        shard_over_data(model, mesh, not self.keep_weights)
+        return mesh
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What :func:`suggest` found: a table of candidates, the best first."""
+
+    model: str
+    world_size: int
+    batch: int
+    seq: int
+    machine: Machine
+    memory: float | None
+    candidates: tuple[Candidate, ...]
+    refused: dict[str, str]
+    """By name, why something could not be run."""
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits."""
+        return self.candidates[0]
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The best one's."""
+        return self.best.mesh_shape
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        """The best one's."""
+        return self.best.plan
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
+        """:meth:`Candidate.apply` of the best one."""
+        return self.best.apply(model, mesh)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it but the plans, which are named, for JSON."""
+        found = asdict(replace(self, candidates=()))
+        found["candidates"] = [
+            {
+                **asdict(replace(each, plan=None)),
+                "plan": None if each.plan is None else {k: repr(v) for k, v in each.plan.items()},
+            }
+            for each in self.candidates
+        ]
+        # Infinity is no JSON.
+        found["machine"] = {
+            k: None if v == float("inf") else v for k, v in found["machine"].items()
+        }
+        return found
+
+    def __str__(self) -> str:
+        title, notes = self._words()
+        return "\n".join([title, as_text(*self._table()), *notes])
+
+    def _repr_html_(self) -> str:
+        title, notes = self._words()
+        return as_html(title, *self._table(), notes)
+
+    def _words(self) -> tuple[str, list[str]]:
+        within = "" if self.memory is None else f", within {in_bytes(self.memory)} each"
+        title = (
+            f"{self.model} on {self.world_size} devices{within}, batch {self.batch}, sequence "
+            f"{self.seq}: predicted for a step, forward and backward"
+        )
+        return title, [f"not run: {name}: {reason}" for name, reason in self.refused.items()]
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        head = ["", "plan", "mesh", "algorithm", "gathered weights", "seconds", "against the best"]
+        head += ["work", "transfers", "received", "peak memory"]
+        rows = []
+        for place, each in enumerate(self.candidates, 1):
+            weights = "kept" if each.keep_weights else "gathered again"
+            moves = each.mesh_shape[0] > 1
+            rows.append(
+                [
+                    str(place) if each.fits else "too large",
+                    each.name + ", recomputing" * each.recompute,
+                    str(each.mesh_shape),
+                    each.algorithm if each.plan is not None else "",
+                    weights if moves else "",
+                    f"{each.seconds:.3g}",
+                    f"{each.seconds / self.best.seconds:.2f}",
+                    f"{each.timing.compute:.3g}",
+                    f"{each.timing.transfers:.3g}",
+                    in_bytes(each.bytes),
+                    in_bytes(each.memory.peak),
+                ]
+            )
+        return head, rows
+
+
+def suggest(
+    model: nn.Module,
+    world_size: int,
+    *,
+    batch: int,
+    seq: int,
+    memory: str | float | None = None,
+    link: str | float | None = None,
+    device: str | Machine | None = None,
+    per_node: int | None = None,
+    transport: str | None = None,
+    plan: PlanLike = None,
+    inputs: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: str = "adamw",
+) -> Suggestion:
+    """Which mesh of so many devices trains a model fastest, and by which plan.
+
+    Tries every ``[dp, tp_row, tp_col]``, with FSDP2 over ``dp``, and beside our plans torch's own
+    as a careful user would run them: TP, TP with sequence parallelism, FSDP2, and FSDP2 x TP at
+    every size. Each is run once without values (:func:`torch_tp2d.describe`), and the order of its
+    work and transfers played on a machine of the given rates. The answer may be "FSDP2" or "TP".
+    AxoNN's and Tesseract's third dimension is here ``dp``: FSDP2 around a grid.
+
+    What is taken for an estimate: work takes its operations and bytes divided by a rate, all ranks
+    take the same time, a list of equal layers is told from two of them, and peak memory is that of
+    tensors alone.
+
+    Args:
+        model: on any device, not parallelized; the meta device is enough.
+        world_size: number of devices.
+        batch: sequences of a step, of all devices together.
+        seq: tokens of each.
+        memory: of a device, ``"80GB"`` or bytes; by default that of ``device``, else not limited.
+        link: bytes received a second, ``"400gbit"``, ``"25GB/s"`` or a number: between nodes where
+            ``per_node`` is given, else between any two devices.
+        device: a name of :data:`torch_tp2d.planner.machine.DEVICES` (``"h100"``), or a
+            :class:`~torch_tp2d.planner.machine.Machine`; by default this machine, measured, its
+            link too where there is a process group.
+        per_node: devices of a node, which have the device's own link between them.
+        transport: ``"nccl"`` or ``"gloo"``; by default the device's.
+        plan: one, or a function of a model and a mesh that returns one, in which case its styles
+            keep the algorithm that it says; by default :func:`torch_tp2d.plan_for`'s.
+        inputs, loss, optimizer: as for :func:`torch_tp2d.describe`.
+
+    Returns:
+        A table that prints, fastest first, with ``best``, ``mesh_shape``, ``plan``, ``apply()`` and
+        ``to_dict()``.
+
+    Raises:
+        TypeError: for a model of the wrong kind.
+        ValueError: for a model that no plan knows, sizes that no mesh of so many devices takes, or
+            memory that nothing fits, saying what would.
+
+    Example::
+
+        >>> with torch.device("meta"):
+        ...     model = GPT2LMHeadModel(GPT2Config())
+        >>> found = torch_tp2d.suggest(model, 8, batch=16, seq=1024, device="h100", link="400gbit")
+        >>> print(found)
+        >>> mesh = found.apply(model)          # on the 8 ranks
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"suggest takes a module, not {type(model).__name__}")
+    counts = {"world_size": world_size, "batch": batch, "seq": seq}
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name} is a number, at least 1, not {count!r}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer is one of {sorted(OPTIMIZERS)}, not {optimizer!r}")
+    if plan is None:
+        # An unknown model is no matter of the mesh.
+        with fake_mesh((1, 1), 0, "nccl") as mesh:
+            plan_for(model, mesh)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    machine, of_device = machine_of(device, link, per_node, transport, dtype)
+    limit = of_device if memory is None else read_size(memory)
+    case = Case(None, plan, batch, seq, inputs=inputs, loss=loss)
+    search = _Search(model, case, machine, limit, optimizer)
+    found = search.run(world_size)
+    return Suggestion(
+        type(model).__name__,
+        world_size,
+        batch,
+        seq,
+        machine,
+        limit,
+        tuple(found),
+        search.refused,
+    )
+
+
+class _Search:
+    """Candidates of a model on a machine."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        case: Case,
+        machine: Machine,
+        limit: float | None,
+        optimizer: str,
+    ) -> None:
+        self.case, self.machine, self.limit, self.optimizer = case, machine, limit, optimizer
+        # Once for all: of a model in memory each copy would be large.
+        self.model = copy_without_values(model)
+        self.layers = equal_layers(self.model)
+        # A plan of the user's has its own.
+        self.algorithm = "pipelined" if case.plan is None else "auto"
+        self.stock_algorithm = "collective" if case.plan is None else "auto"
+        self.refused: dict[str, str] = {}
+        self.found: dict[Way, Candidate] = {}
+
+    def run(self, world_size: int) -> list[Candidate]:
+        """All that can be run, the fastest that fits first."""
+        for way in self._ways(world_size):
+            self._try(way)
+        if not self.found:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            raise ValueError(
+                f"no mesh of {world_size} devices takes a batch of {self.case.batch} sequences of "
+                f"{self.case.seq} tokens: dp has to divide the batch, tp_row to have tokens for "
+                f"each rank, and tp_col heads; FSDP2 alone takes one of "
+                f"{_divisors(self.case.batch)} devices. {reasons}"
+            )
+        fastest = sorted(self.found, key=lambda way: self.found[way].seconds)
+        best_meshes = list(dict.fromkeys(way.shape for way in fastest))[:TRIED_FURTHER]
+        for way in fastest:
+            if not way.moves_weights:
+                continue
+            if way.shape in best_meshes or way.stock or not self.found[way].fits:
+                self._try(replace(way, keep=False))
+            if way.shape in best_meshes and not way.stock and way.algorithm == "pipelined":
+                self._try(replace(way, algorithm="collective"))
+        if not any(each.fits for each in self.found.values()):
+            for way in list(self.found):
+                if not way.keep or not way.moves_weights:
+                    self._try(replace(way, recompute=True))
+        return self._ranked()
+
+    def _ranked(self) -> list[Candidate]:
+        found = sorted(self.found.values(), key=lambda each: (not each.fits, each.seconds))
+        if not found[0].fits:
+            assert self.limit is not None
+            least = min(found, key=lambda each: each.memory.peak)
+            kept = least.memory.parameters + least.memory.gradients + least.memory.optimizer
+            raise ValueError(
+                f"nothing fits in {in_bytes(self.limit)}: the least is "
+                f"{in_bytes(least.memory.peak)} a device, for {least.name}"
+                f"{', recomputing' * least.recompute}, of which parameters, gradients and the "
+                f"optimizer's state are {in_bytes(kept)}: give as much, or use more devices, a "
+                f"smaller batch or shorter sequences"
+            )
+        return found
+
+    def _ways(self, world_size: int) -> Iterator[Way]:
+        """Every mesh once, as it is run best as a rule."""
+        yield Way("FSDP2", (world_size, 1, 1))
+        for replicas in _divisors(world_size):
+            for rows in _divisors(world_size // replicas):
+                columns = world_size // replicas // rows
+                shape = replicas, rows, columns
+                if rows * columns == 1:
+                    continue
+                if rows == 1:
+                    yield Way("TP", shape, self.stock_algorithm)
+                if rows == 1 and self.case.plan is None:
+                    yield Way("TP+SP", shape)
+                row_dim = 1 if self.case.batch // replicas < rows and self.case.plan is None else 0
+                yield Way("2-D", shape, self.algorithm, row_dim)
+
+    def _try(self, way: Way) -> None:
+        if way in self.found:
+            return
+        try:
+            self.found[way] = self._predict(way)
+        except (ValueError, RuntimeError) as error:
+            # RuntimeErrors are the model's own, or DTensor's, on shards that do not suit it.
+            self.refused[way.name] = str(error).partition("\n")[0]
+
+    def _predict(self, way: Way) -> Candidate:
+        replicas = way.shape[0]
+        if self.case.batch % replicas:
+            raise ValueError(f"a batch of {self.case.batch} does not divide over {replicas}")
+        transport = "nccl" if way.stock else self.machine.transport
+        case = replace(
+            self.case,
+            shape=way.shape,
+            plan=NO_PLAN
+            if way.kind == "FSDP2"
+            else lambda model, mesh: self._plan(way, model, mesh),
+            transport=transport,
+            reshard=not way.keep,
+            recompute=way.recompute,
+        )
+        timing, moved, memory = self._numbers(way, case)
+        plan = None
+        if way.kind != "FSDP2":
+            with fake_mesh(way.shape, 0, transport) as mesh:
+                plan = self._plan(way, self.model, mesh[TP_ROW, TP_COL])
+        return Candidate(
+            way.name,
+            way.shape if replicas > 1 else way.shape[1:],
+            plan,
+            way.stock,
+            way.algorithm,
+            way.row_dim,
+            way.keep,
+            way.recompute,
+            timing,
+            moved,
+            memory,
+            self.limit is None or memory.peak <= self.limit,
+        )
+
+    def _plan(self, way: Way, model: nn.Module, mesh: DeviceMesh) -> Any:
+        given = self.case.plan
+        if given is None:
+            plan: Any = plan_for(
+                model,
+                mesh,
+                sequence_parallel=way.kind != "TP",
+                row_dim=way.row_dim,
+                algorithm=way.algorithm,
+            )
+        else:
+            plan = given(model, mesh) if callable(given) else given
+        plan = {name: copy.copy(style) for name, style in plan.items()}
+        for style in plan.values():
+            if hasattr(style, "reshard_after_forward") and way.moves_weights:
+                style.reshard_after_forward = not way.keep
+        return plan
+
+    def _numbers(self, way: Way, case: Case) -> tuple[Timing, int, Memory]:
+        """Of all layers, from few of them."""
+        if self.layers <= FEW + 1:
+            return self._of(way, case)
+        less, few = (self._of(way, replace(case, layers=n)) for n in (FEW - 1, FEW))
+        more = self.layers - FEW
+        fields = {
+            name: value + more * (value - getattr(less[2], name))
+            for name, value in asdict(few[2]).items()
+        }
+        timing = few[0] + (few[0] + less[0] * -1) * more
+        return timing, few[1] + more * (few[1] - less[1]), Memory(**fields)
+
+    def _of(self, way: Way, case: Case) -> tuple[Timing, int, Memory]:
+        step = run_step(self.model, case)
+        found = describe_step(step, self.model, case, self.optimizer)
+        reach: dict[str, int] = {}
+        ranks = 1
+        for name, size in reversed(step.mesh.items()):
+            ranks *= size
+            reach[name] = ranks
+        timing = simulate(step.recorder.events, self.machine, reach, stock=way.stock)
+        return timing, found.total_bytes, found.memory
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
