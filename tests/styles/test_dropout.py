@@ -229,15 +229,16 @@ def test_declared_features_over_both_axes(inner: int) -> None:
 class _Attention(nn.Module):
     """Attention as a user writes it, of a vision model say: no embedding tells its batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dropout_p = 0.4
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.q, self.k, self.v = (nn.Linear(8, inner) for _ in range(3))
+        self.o = nn.Linear(inner, 8)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (y(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for y in (self.q, self.k, self.v))
+        heads = (y(x).view(*x.shape[:2], -1, 2).transpose(1, 2) for y in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(*heads, dropout_p=self.dropout_p)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -264,6 +265,43 @@ def test_a_batch_that_does_not_divide_and_that_nothing_tells() -> None:
     it, so that the second row's samples began with the first row's last one.
     """
     assert max(world.run(4, _uneven_batch)) < TOLERANCE
+
+
+def _whole_heads(recorded: bool) -> float:
+    """Both heads are on every rank, ``[B, S, 4]``; a rank's part of the stream is as wide."""
+    model = _Attention(inner=4)
+    reference = on_one_device(model)
+    stream, whole = Shard(-1), Replicate()
+    plan = {
+        "[qkv]": Rowwise2D(input_layouts=stream, output_layouts=whole),
+        "o": Rowwise2D(input_layouts=whole, output_layouts=stream),
+    }
+    mesh = grid_mesh(2, 2)
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    x = torch.randn(4, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    row, column = mesh.get_coordinate()
+    outputs = []
+    for part, given in ((reference, x), (model, x.chunk(2)[row].chunk(2, -1)[column])):
+        torch.manual_seed(7)
+        with (
+            OnOneDevice() if part is reference else contextlib.nullcontext(),
+            torch.set_grad_enabled(recorded or part is reference),
+        ):
+            outputs.append(part(given))
+    wanted = outputs[0].detach().chunk(2)[row].chunk(2, -1)[column]
+    return relative(outputs[1].detach(), wanted)
+
+
+def test_whole_heads_as_wide_as_a_part_of_the_stream() -> None:
+    """A random program found the masks of half of the heads for all of them.
+
+    That a module inside hands on split features was taken to mean that the heads are split, the
+    output projection's too. Which Linears a query comes from is in the graph; without one it is
+    asked for where widths do not tell.
+    """
+    assert max(world.run(4, _whole_heads, True)) < TOLERANCE
+    with pytest.raises(world.RankFailed, match="may be all or this rank's part.*Attention2D"):
+        world.run(4, _whole_heads, False, fresh=True)
 
 
 def test_what_a_modules_own_code_drops() -> None:

@@ -11,7 +11,7 @@ from ..runtime.context import Sizes
 from .axes import Axes
 from .layouts import Layout
 
-__all__ = ["Handed", "hand_out", "said_of"]
+__all__ = ["Handed", "hand_out", "made_of", "said_of"]
 
 Handed = tuple[Sizes | None, Layout | None, Axes | None]
 """Its sizes, and its layout on axes."""
@@ -47,3 +47,30 @@ def said_of(x: Tensor) -> Handed:
         if node is not None and node is not x.grad_fn:
             found = node.metadata.get(("_tp2d_handed", index))
     return (None, None, None) if found is None else found
+
+
+_NODES = 200
+"""How many autograd nodes to look at: more than a rotary embedding and a norm of heads have."""
+
+
+def made_of(x: Tensor) -> list[Handed]:
+    """What :func:`hand_out` was told of the tensors that the user's code has made this one of.
+
+    By the graph, so nothing is found where none is recorded, nor while one is traced.
+    """
+    found: list[Handed] = []
+    if torch.compiler.is_compiling():
+        return found
+    seen: set[Any] = set()
+    edges: list[Any] = [(x.grad_fn, x.output_nr)]
+    while edges and len(seen) < _NODES:
+        node, index = edge = edges.pop()
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        handed = node.metadata.get(("_tp2d_handed", index))
+        if handed is None:
+            edges.extend(node.next_functions)
+        else:
+            found.append(handed)
+    return found

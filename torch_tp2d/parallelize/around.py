@@ -18,21 +18,23 @@ from ..styles.local import Local2D
 from ..styles.module_kinds import is_conv1d, is_embedding, is_linear
 from ..styles.replicated import Replicate
 from ..styles.surroundings import Surroundings, is_of_features, width_of
-from .resolve import LINEAR_STYLES, Entry, features_of, nearest, out_features_of
+from .resolve import LINEAR_STYLES, Entry, features_of, nearest
 
 
 def with_surroundings(entries: list[Entry]) -> list[Entry]:
     """Tell each style that has to know what the plan says of the tensors around its module."""
-    beside = defaultdict(list)
+    beside, taking = defaultdict(list), defaultdict(list)
     giving = set()
     for entry in entries:
         style = unlifted(entry)
         if isinstance(style, Colwise2D) and not style.use_local_output:
             giving.add(id(entry.module))
-        sharded = isinstance(style, LINEAR_STYLES) and style.use_local_output
-        if sharded and (is_linear(entry.module) or is_conv1d(entry.module)):
-            width = out_features_of(entry.module)
-            beside[id(entry.parent)].append((width, style.output_layouts[1]))
+        linear = is_linear(entry.module) or is_conv1d(entry.module)
+        if isinstance(style, LINEAR_STYLES) and linear:
+            width, out_width = features_of(entry.module)
+            taking[id(entry.parent)].append((width, style.input_layouts[1]))
+            if style.use_local_output:
+                beside[id(entry.parent)].append((out_width, style.output_layouts[1]))
     told = []
     for entry in entries:
         if isinstance(entry.style, Dropout2D | DropoutInside | Local2D | Replicate):
@@ -41,6 +43,8 @@ def with_surroundings(entries: list[Entry]) -> list[Entry]:
             style.surroundings = _surroundings(entry.name, entry.module, entries)
             if isinstance(style, Dropout2D | DropoutInside):
                 style.beside = [*style.beside, *beside[id(entry.parent)]]
+            if isinstance(style, DropoutInside):
+                style.taking = taking[id(entry.parent)]
             entry = entry._replace(style=style)
         elif isinstance(entry.style, Lifted):
             entry = entry._replace(style=entry.style.beside(giving))

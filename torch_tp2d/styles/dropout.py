@@ -121,13 +121,15 @@ class DropoutInside(GridStyle):
         super().__init__()
         self.row_dim = row_dim
         self.beside = beside
+        self.taking: Sequence[tuple[int, Placement]] = ()
+        """Of the Linears inside, how wide the input is, and how ``tp_col`` splits it."""
         self.surroundings = UNKNOWN
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Nothing of the module is changed while it drops nothing."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        masks = Masks(grid, self.row_dim, None, self.beside, module, self.surroundings)
+        masks = Masks(grid, self.row_dim, None, self.beside, module, self.surroundings, self.taking)
         return _InsideRunner(masks, rates_of(module))
 
 

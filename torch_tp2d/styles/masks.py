@@ -14,6 +14,7 @@ from .._torch_compat import disable_current_modes
 from ..comm import Axis, all_gather
 from ..comm.groups import sends
 from ..mesh.grid import Grid, ask_sizes, describe_mesh, part_of
+from ..mesh.handed import made_of
 from ..mesh.layouts import Layout, normalize
 from ..ops.attention.block import attend_to_all
 from ..ops.dropout import draw_key, drop, dropped
@@ -73,12 +74,14 @@ class Masks:
         beside: Sequence[tuple[int, Placement]],
         owner: nn.Module,
         surroundings: Surroundings = UNKNOWN,
+        taking: Sequence[tuple[int, Placement]] = (),
     ) -> None:
         self.grid = grid
         self._surroundings = surroundings
         self._here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
+        self._taking = taking
         whole = {features for features, p in beside if not is_of_features(p)}
         self.widths = {
             grid.col.split(features)[grid.col.index]: (
@@ -147,7 +150,7 @@ class Masks:
             layout, shape = self.grid.layout(query, self.row_dim), tuple(query.shape)
             q, k, v = (x.to_local() for x in (query, key, value))  # type: ignore[attr-defined]
         else:
-            layout, shape = (Shard(0), self._heads), None
+            layout, shape = (Shard(0), self._heads(query)), None
             q, k, v = query, key, value
         if self.row_dim == 1 and self.grid.row.size > 1:
             raise ValueError(
@@ -178,9 +181,43 @@ class Masks:
             return y
         return to_dtensor(y, layout, self.grid, (*shape[:-1], y.shape[-1]))
 
-    @property
-    def _heads(self) -> Placement:
-        return Shard(1) if self.widths else Replicate()
+    def _heads(self, query: Tensor) -> Placement:
+        """How ``tp_col`` splits the heads of a local query.
+
+        As the features that it was made of, if the graph shows them; else as what takes as many
+        features as it has is declared to take them.
+
+        Raises:
+            ValueError: if neither tells.
+        """
+        col = self.grid.col
+        if col.size == 1:
+            return Replicate()
+        split = self._of_features(query)
+        if not split:
+            width = query.shape[1] * query.shape[-1]
+            split = {True for f, p in self._taking if is_of_features(p) and width == self._mine(f)}
+            split |= {False for f, p in self._taking if not is_of_features(p) and width == f}
+        if len(split) > 1:
+            raise ValueError(
+                f"{self._here}: the heads of a local query {tuple(query.shape)} may be all or this "
+                f"rank's part of them: name the attention module in the plan, with Attention2D, or "
+                f"have its projections hand on DTensors (use_local_output=False)"
+            )
+        return Shard(1) if split == {True} or (not split and self.widths) else Replicate()
+
+    def _mine(self, features: int) -> int:
+        return self.grid.col.split(features)[self.grid.col.index]
+
+    def _of_features(self, x: Tensor) -> set[bool]:
+        """Whether ``tp_col`` splits the features that styles handed out and ``x`` is made of."""
+        found = set()
+        for sizes, layout, axes in made_of(x):
+            if layout is not None and axes == self.grid.axes:
+                on_col = layout[1] if sizes is None else normalize(layout, len(sizes) + 1)[1]
+                of_last = sizes is not None and on_col == Shard(len(sizes))
+                found.add(of_last or (sizes is None and is_of_features(on_col)))
+        return found
 
     def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
         """Layout of a local input, and its features where they are split and known."""
@@ -192,7 +229,7 @@ class Masks:
         self._surroundings.check_axes(self._here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
         if x.ndim == 3 and features is not None and col.size > 1:
-            return self._of_features(x, *features)
+            return self._wide_as_features(x, *features)
         if x.ndim in (2, 3):
             on_row, on_col = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
         else:
@@ -218,7 +255,9 @@ class Masks:
             raise self._unclear(x, width)
         return (on_row, Shard(x.ndim - 1)), width
 
-    def _of_features(self, x: Tensor, width: int, also_whole: bool) -> tuple[Layout, int | None]:
+    def _wide_as_features(
+        self, x: Tensor, width: int, also_whole: bool
+    ) -> tuple[Layout, int | None]:
         """Layout of what is as wide as this rank's part of features, and may be a whole width."""
         row: Placement = Shard(self.row_dim)
         around = self._surroundings
