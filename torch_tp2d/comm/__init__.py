@@ -14,6 +14,7 @@ from .axis import (
     set_link_rate,
     without_own,
 )
+from .fused import reshard_fused
 from .moves import move, reshard_fused_grad
 from .pending import Pending
 from .transfers import (
@@ -25,7 +26,6 @@ from .transfers import (
     reduce,
     reduce_from_others,
     reduce_scatter,
-    reshard_fused,
     shift,
 )
 from .transport import GLOO, NCCL, Transport, transport_of

@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from .axis import Axis
-from .transfers import all_gather, all_reduce, all_to_all, reduce_scatter, reshard_fused
+from .fused import reshard_fused
+from .transfers import all_gather, all_reduce, all_to_all, reduce_scatter
 
 __all__ = ["move", "reshard_fused_grad"]
 

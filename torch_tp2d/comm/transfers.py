@@ -23,7 +23,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "reshard_fused",
+    "exchange",
     "gather_others",
     "reduce",
     "reduce_from_others",
@@ -79,7 +79,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     return Pending(None, pieces, finish)
 
 
-def _exchange(
+def exchange(
     flat: Tensor,
     sends: Sequence[int],
     receives: Sequence[int],
@@ -146,7 +146,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
             total = sums[0] if len(sums) == 1 else torch.cat(sums)
             return total.view(mine, *rest).movedim(0, dim)
 
-        return _exchange(
+        return exchange(
             whole.contiguous().view(-1),
             [size * width for size in sizes],
             [mine * width] * axis.size,
@@ -275,7 +275,7 @@ def all_to_all(
         )
 
     blocks = x.split(list(split_sizes), split_dim)
-    return _exchange(
+    return exchange(
         torch.cat([piece.reshape(-1) for piece in blocks]),
         [piece.numel() for piece in blocks],
         [math.prod(shape) for shape in received],
@@ -324,7 +324,7 @@ def reduce(x: Tensor, dst: int, axis: Axis) -> Pending:
         sums = [_sum(piece) for piece in pieces]
         return torch.cat(sums).view_as(x)
 
-    return _exchange(
+    return exchange(
         x.contiguous().view(-1), counts, [counts[axis.index]] * axis.size, axis, x.numel(), finish
     )
 
@@ -357,49 +357,6 @@ def shift(
         parts = [piece[source] for piece in pieces]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
 
-    return _exchange(
+    return exchange(
         x.contiguous().view(-1), send, receive, axis, math.prod(shape_of_largest), finish
     )
-
-
-def reshard_fused(x: Tensor, dim: int, parts: int, axis: Axis, *, back: bool = False) -> Pending:
-    """Go from a shard of a dim that is made of equal parts to a shard of each of the parts.
-
-    Cut into ``parts * size`` blocks, a rank's shard is ``parts`` neighbours, and what it gets is
-    every ``size``-th from its own index on: for q, k and v side by side, its share of each.
-
-    Args:
-        x: this rank's shard, a multiple of ``parts`` long in ``dim`` and as long as the others'.
-        back: the way back.
-    """
-    if axis.size == 1:
-        return Pending(x)
-    blocks = x.movedim(dim, 0).unflatten(0, (parts, -1))
-
-    def mine(rank: int) -> list[tuple[int, int]]:
-        """``(owner, block)`` after dealing, for each of the blocks that are neighbours here."""
-        return [(block % axis.size, block) for block in range(rank * parts, (rank + 1) * parts)]
-
-    here = mine(axis.index)
-    order = sorted(range(parts), key=here.__getitem__)
-    width = blocks[0].numel()
-    sends = [width * sum(owner == rank for owner, _ in here) for rank in range(axis.size)]
-    receives = [
-        width * sum(owner == axis.index for owner, _ in mine(rank)) for rank in range(axis.size)
-    ]
-    if back:
-        sends, receives = receives, sends
-    else:
-        # Not by an index tensor, which would be copied to the device each time.
-        blocks = torch.stack([blocks[at] for at in order])
-    shape = blocks.shape
-
-    def finish(pieces: list[list[Tensor]]) -> Tensor:
-        received = [torch.cat(of_rank) for of_rank in zip(*pieces, strict=True)]
-        result = torch.cat(received).view(shape)
-        if back:
-            result = torch.stack([result[order.index(at)] for at in range(parts)])
-        return result.flatten(0, 1).movedim(0, dim)
-
-    largest = width * -(-parts // axis.size)
-    return _exchange(blocks.reshape(-1), sends, receives, axis, largest, finish)

@@ -4,215 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.layouts import TP_COL, TP_ROW
-from ..parallelize import parallelize_module
 from ..plans import plan_for
+from .candidates import Candidate, Suggestion, Way
 from .describe import OPTIMIZERS, Memory, describe_step
 from .machine import Machine, machine_of, read_size
-from .sandbox import AXES, copy_without_values, equal_layers, fake_mesh, shard_over_data
+from .sandbox import copy_without_values, equal_layers, fake_mesh
 from .simulate import Timing, simulate
 from .step import NO_PLAN, Case, PlanLike, run_step
-from .table import as_html, as_text, in_bytes
+from .table import in_bytes
 
-__all__ = ["Candidate", "Suggestion", "suggest"]
+__all__ = ["suggest"]
 
 FEW = 2
 """So many layers, and one less, are run for each candidate; what a layer adds is added for more."""
 TRIED_FURTHER = 3
 """Of how many of the fastest meshes other ways of running them are tried."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a mesh of ``(dp, R, C)`` is used.
-
-    Args:
-        kind: ``"2-D"``, ``"TP"``, ``"TP+SP"`` or ``"FSDP2"``.
-        keep: gathered weights are kept for backward.
-        recompute: layers are computed again for backward.
-    """
-
-    kind: str
-    shape: tuple[int, int, int]
-    algorithm: str = "collective"
-    row_dim: int = 0
-    keep: bool = True
-    recompute: bool = False
-
-    @property
-    def stock(self) -> bool:
-        """Whether torch alone has it."""
-        return self.kind != "2-D"
-
-    @property
-    def name(self) -> str:
-        """``FSDP2 2 x 2-D 2x2``, say."""
-        replicas, rows, columns = self.shape
-        if self.kind == "FSDP2":
-            return f"FSDP2 {replicas}"
-        grid = f"{self.kind} {columns}" if self.stock else f"2-D {rows}x{columns}"
-        return grid if replicas == 1 else f"FSDP2 {replicas} x {grid}"
-
-    @property
-    def moves_weights(self) -> bool:
-        """Whether weights are gathered, so that they may be kept or gathered again."""
-        return self.shape[0] * self.shape[1] > 1
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way of running the model, and what it is predicted to cost.
-
-    Args:
-        name: ``2-D 2x2``, ``FSDP2 2 x TP+SP 4``, ...
-        mesh_shape: ``(R, C)``, or ``(dp, R, C)`` with FSDP2 over ``dp``.
-        plan: a dict of module names and styles; None for FSDP2 alone.
-        stock: whether torch alone has it.
-        algorithm, row_dim: of the plan's styles.
-        keep_weights: gathered weights are kept for backward; else they are gathered again.
-        recompute: layers are computed again for backward (``torch.utils.checkpoint``).
-        timing: seconds of a step, forward and backward, of which work and transfers.
-        bytes: that a rank receives in a step.
-        memory: of a rank.
-        fits: whether ``memory.peak`` is within what was given.
-    """
-
-    name: str
-    mesh_shape: tuple[int, ...]
-    plan: dict[str, Any] | None
-    stock: bool
-    algorithm: str
-    row_dim: int
-    keep_weights: bool
-    recompute: bool
-    timing: Timing
-    bytes: int
-    memory: Memory
-    fits: bool
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.timing.seconds
-
-    def make_mesh(self, device_type: str = "cuda") -> DeviceMesh:
-        """The mesh. To be called by all ranks together."""
-        names = AXES[len(self.mesh_shape)]
-        return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=names)
-
-    def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
-        """Apply the plan to a model, and FSDP2 outside where it is a part of it.
-
-        To be called by all ranks together. Of ``recompute`` nothing is done: wrap the layers
-        before, by ``torch.utils.checkpoint``.
-
-        Args:
-            mesh: as :meth:`make_mesh` makes it, which is the default.
-
-        Returns:
-            The mesh: ``mesh["tp_row", "tp_col"]`` is the plan's, ``mesh["dp"]`` FSDP2's.
-        """
-        mesh = self.make_mesh() if mesh is None else mesh
-        if self.plan is not None:
-            parallelize_module(model, mesh[TP_ROW, TP_COL], copy.deepcopy(self.plan))
-        shard_over_data(model, mesh, not self.keep_weights)
-        return mesh
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """What :func:`suggest` found: a table of candidates, the best first."""
-
-    model: str
-    world_size: int
-    batch: int
-    seq: int
-    machine: Machine
-    memory: float | None
-    candidates: tuple[Candidate, ...]
-    refused: dict[str, str]
-    """By name, why something could not be run."""
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest that fits."""
-        return self.candidates[0]
-
-    @property
-    def mesh_shape(self) -> tuple[int, ...]:
-        """The best one's."""
-        return self.best.mesh_shape
-
-    @property
-    def plan(self) -> dict[str, Any] | None:
-        """The best one's."""
-        return self.best.plan
-
-    def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
-        """:meth:`Candidate.apply` of the best one."""
-        return self.best.apply(model, mesh)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it but the plans, which are named, for JSON."""
-        found = asdict(replace(self, candidates=()))
-        found["candidates"] = [
-            {
-                **asdict(replace(each, plan=None)),
-                "plan": None if each.plan is None else {k: repr(v) for k, v in each.plan.items()},
-            }
-            for each in self.candidates
-        ]
-        # Infinity is no JSON.
-        found["machine"] = {
-            k: None if v == float("inf") else v for k, v in found["machine"].items()
-        }
-        return found
-
-    def __str__(self) -> str:
-        title, notes = self._words()
-        return "\n".join([title, as_text(*self._table()), *notes])
-
-    def _repr_html_(self) -> str:
-        title, notes = self._words()
-        return as_html(title, *self._table(), notes)
-
-    def _words(self) -> tuple[str, list[str]]:
-        within = "" if self.memory is None else f", within {in_bytes(self.memory)} each"
-        title = (
-            f"{self.model} on {self.world_size} devices{within}, batch {self.batch}, sequence "
-            f"{self.seq}: predicted for a step, forward and backward"
-        )
-        return title, [f"not run: {name}: {reason}" for name, reason in self.refused.items()]
-
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        head = ["", "plan", "mesh", "algorithm", "gathered weights", "seconds", "against the best"]
-        head += ["work", "transfers", "received", "peak memory"]
-        rows = []
-        for place, each in enumerate(self.candidates, 1):
-            weights = "kept" if each.keep_weights else "gathered again"
-            moves = each.mesh_shape[0] > 1
-            rows.append(
-                [
-                    str(place) if each.fits else "too large",
-                    each.name + ", recomputing" * each.recompute,
-                    str(each.mesh_shape),
-                    each.algorithm if each.plan is not None else "",
-                    weights if moves else "",
-                    f"{each.seconds:.3g}",
-                    f"{each.seconds / self.best.seconds:.2f}",
-                    f"{each.timing.compute:.3g}",
-                    f"{each.timing.transfers:.3g}",
-                    in_bytes(each.bytes),
-                    in_bytes(each.memory.peak),
-                ]
-            )
-        return head, rows
 
 
 def suggest(
