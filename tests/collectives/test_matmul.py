@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput
 
+import torch_tp2d
 from support import reference, world
+from support.fake import fake_grid
 from support.marks import deep
 from support.models import grid_mesh, noise
 from support.products import SIZES, product_of, products
+from torch_tp2d import Colwise2D, Rowwise2D
 from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.ops.matmul import ALGORITHMS, Cut, LinearOp
+from torch_tp2d.runtime.deferred import Gathering
 
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), deep(2, 4), (3, 3)]
 TOLERANCE = 1e-12
@@ -59,3 +66,34 @@ def _empty_row() -> None:
 
 def test_a_row_without_tokens() -> None:
     world.run(4, _empty_row)
+
+
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.gate(x))
+
+
+@pytest.mark.parametrize("algorithm", ["collective", "pipelined"])
+def test_a_gathered_input_is_not_copied(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flattening it is a view, and a view of what is still on its way was given a copy.
+
+    Each Linear of a prepared module paid one, of the whole activation.
+    """
+    copied = []
+    monkeypatch.setattr(Gathering, "own_value", lambda x: copied.append(x) or x.value())
+    prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    plan = {
+        "": prepare,
+        "up": Colwise2D(algorithm=algorithm),
+        "gate": Colwise2D(algorithm=algorithm),
+        "down": Rowwise2D(algorithm=algorithm, output_layouts=Shard(1)),
+    }
+    with fake_grid(2, 2) as mesh:
+        model = torch_tp2d.parallelize_module(_Pair(), mesh, plan)
+        with torch_tp2d.token_sizes(mesh, (4, 6)):
+            model(torch.ones(2, 3, 8, requires_grad=True)).sum().backward()
+    assert not copied
