@@ -100,8 +100,8 @@ def test_tokens_per_weight_decide(m: float, wins: set[tuple[int, ...]]) -> None:
     assert times == sorted(times) and len({each.name for each in found.candidates}) >= 6
 
 
-def test_layers_are_told_from_two() -> None:
-    """What is predicted from two layers of five is what five of them do."""
+def test_layers_are_told_from_few() -> None:
+    """What is predicted from few layers of five is what five of them do."""
     sizes = {"batch": 4, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
     found = {each.name: each for each in suggest(_model(16, 5), 2, **sizes).candidates}
     model = _model(16, 5)

@@ -190,20 +190,43 @@ class Grid:
         ]
         return lambda: tuple(extent() for extent in asked)
 
+    def check_part(self, x: Tensor, src: Layout, dst: Layout) -> None:
+        """Refuse a shard whose sizes a way from ``src`` to ``dst`` will find not to fit.
+
+        Raises:
+            ValueError: before anything is sent.
+        """
+        src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
+        for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard) and p.dim < x.ndim - 1}:
+            if _moves(dim, src, dst):
+                self._told(x, dim, self._cuts(dim, src), src)
+
+    def _cuts(self, dim: int, layout: Layout) -> list[Axis]:
+        """The axes that split a dim, the outer one first."""
+        cuts = [a for a, p in zip((self.row, self.col), layout, strict=True) if _shards(p, dim)]
+        return [axis for axis in cuts if axis.size > 1]
+
     def _asked(
         self, x: Tensor, dim: int, layout: Layout, features: int | None
     ) -> Callable[[], int]:
-        row, col = normalize(layout, x.ndim)
-        cuts = [axis for axis, p in ((self.row, row), (self.col, col)) if _shards(p, dim)]
-        cuts = [axis for axis in cuts if axis.size > 1]
+        cuts = self._cuts(dim, normalize(layout, x.ndim))
         if not cuts:
             return lambda: x.shape[dim]
         if features is not None and dim == x.ndim - 1:
             return lambda: features
+        told = self._told(x, dim, cuts, layout)
+        return self._exchange(x, dim, cuts) if told is None else lambda: told
+
+    def _told(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int | None:
+        """The size of a dim of the tokens; None where it is not known here.
+
+        Raises:
+            ValueError: if the shard is not this rank's part of it.
+        """
         known = self.tokens_of(x)
         if known is not None and dim < len(known):
             if x.shape[dim] == part_of(known[dim], cuts):
-                return lambda: known[dim]
+                return known[dim]
             raise ValueError(
                 f"dim {dim} of a local tensor of shape {tuple(x.shape)} in layout {layout} is not "
                 f"this rank's part of the tokens {known} that were last embedded on "
@@ -212,7 +235,7 @@ class Grid:
                 f"has one, runs in torch_tp2d.token_sizes(mesh, (batch, sequence)), or is given a "
                 f"mesh of its own by another init_device_mesh"
             )
-        return self._exchange(x, dim, cuts)
+        return None
 
     def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout, axis: Axis) -> int | None:
         """The dim that ``axis`` splits, where this rank gets none of the tokens.

@@ -22,7 +22,7 @@ from .table import in_bytes
 
 __all__ = ["suggest"]
 
-FEW = 2
+FEW = 3
 """So many layers, and one less, are run for each candidate; what a layer adds is added for more."""
 TRIED_FURTHER = 3
 """Of how many of the fastest meshes other ways of running them are tried."""

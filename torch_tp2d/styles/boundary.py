@@ -68,6 +68,21 @@ class Entry:
         shard: Tensor = self.arriving(x, module, pipelined=False)
         return shard
 
+    def check(self, x: Tensor, module: nn.Module) -> None:
+        """Refuse an input that :meth:`arriving` will refuse, before a weight is gathered for it.
+
+        Raises:
+            ValueError: for a DTensor on another mesh, and for a local tensor that a style has
+                handed out in another layout or that is not this rank's part of the tokens.
+        """
+        grid = self.grid
+        if isinstance(x, DTensor):
+            grid.layout(x, self.row_dim)
+            return
+        check_handed(x, self.declared, module, grid)
+        if self.declared != self.wanted:
+            grid.check_part(grid.without_stand_in(x, self.declared), self.declared, self.wanted)
+
     def arriving(self, x: Tensor, module: nn.Module, *, pipelined: bool) -> Any:
         """:meth:`shard`, or what brings it: for an op that takes its input piece by piece.
 

@@ -136,6 +136,7 @@ class LinearRunner(_OpRunner):
         check_dims(module, x, 2, FEATURES)
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
+            self.entry.check(x, module)
             ready = prepare_parameters(module, self.prepare, self.grid.context)
         sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
         operand = self.entry.arriving(x, module, pipelined=self.in_rounds)
