@@ -15,6 +15,7 @@ from torch import nn
 
 import torch_tp2d
 from support import world
+from support.marks import deep
 from support.models import batch, loss_of, plan_dtensor, relative, transformer
 from torch_tp2d import suggest
 from torch_tp2d.__main__ import main
@@ -84,7 +85,9 @@ def _plan(model: nn.Module, mesh: Any) -> dict[str, Any]:
     return plan_dtensor()
 
 
-@pytest.mark.parametrize("m,wins", [(0.5, {(1, 4)}), (3, {(2, 2), (2, 1, 2)}), (32, {(4, 1, 1)})])
+@pytest.mark.parametrize(
+    "m,wins", [deep(0.5, {(1, 4)}), deep(3, {(2, 2), (2, 1, 2)}), (32, {(4, 1, 1)})]
+)
 def test_tokens_per_weight_decide(m: float, wins: set[tuple[int, ...]]) -> None:
     """Elements for a block, in hidden^2, weights kept: 6m on a line, 18 by FSDP2, 2m + 6 on 2 x 2.
 
@@ -179,6 +182,7 @@ def _trains() -> list[float]:
     return differ
 
 
+@pytest.mark.deep
 def test_what_is_suggested_runs() -> None:
     for differ in world.run(4, _trains):
         assert len(differ) >= 5 and max(differ) < 1e-11
@@ -236,6 +240,7 @@ def test_a_config_of_transformers_is_a_model(tmp_path: Path) -> None:
     assert status == 2 and "package.module:function" in err
 
 
+@pytest.mark.deep
 def test_recomputation_is_tried_where_nothing_else_fits() -> None:
     sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
     least = min(each.memory.peak for each in suggest(_model(16), 2, **sizes).candidates)

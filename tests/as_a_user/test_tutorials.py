@@ -95,6 +95,7 @@ class TestScripts:
         output = torchrun(4, "sequence_tp2d_example.py", "--steps", 2, "--dtype", "fp64")
         assert agrees(output)
 
+    @pytest.mark.deep
     def test_fsdp(self) -> None:
         assert agrees(torchrun(4, "fsdp_tp2d_example.py", "--steps", 2, "--dtype", "fp64"))
 

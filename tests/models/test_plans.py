@@ -181,7 +181,7 @@ MORE_OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    "rows,columns,more", [(4, 1, False), deep(2, 2, False), deep(2, 2, True), deep(4, 1, True)]
+    "rows,columns,more", [deep(4, 1, False), deep(2, 2, False), deep(2, 2, True), deep(4, 1, True)]
 )
 def test_options(rows: int, columns: int, more: bool) -> None:
     cases = list(MORE_OPTIONS if more else OPTIONS)

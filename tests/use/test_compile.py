@@ -73,6 +73,7 @@ def test_inductor_in_rounds(touches: bool) -> None:
         assert differs < TOLERANCE
 
 
+@pytest.mark.deep
 def test_rounds_in_the_graph() -> None:
     """Here every transfer along tp_col is in two rounds (``gg``, ``ss``).
 
