@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from programs import Program
+from programs import Program, data
 from programs.data import simpler
 from programs.draw import DEEP_GRIDS, GRIDS, programs
 from programs.ranks import Worlds, shrink
@@ -82,3 +82,38 @@ def test_random_programs(worlds: Worlds) -> None:
 @pytest.mark.deep
 def test_more_random_programs_on_larger_grids(worlds: Worlds) -> None:
     _run(worlds, DEEP_GRIDS, DEEP_COUNT)
+
+
+FOUND = {
+    # Half of the heads' masks for all of them, where a projection hands on split features.
+    "dropout of whole heads": """
+        Program(grid=(3, 2), models=(Model(stream='features',
+        blocks=(Attention(plan='whole', algorithm='gather', conv=True, fused=True,
+        dropout=True, up=How(style='rowwise', reshard=False, local=False),
+        down=How(style='stock_rowwise', algorithm='summa', dataflow='own', regather=True,
+        local=False)),), norm=Norm(kind='rms', style='norm2d')),), use=(Op(size=(1, 3),
+        skip=(0,), loss='full', index=3), Op(model=1, size=(1, 1), loss='full', index=6),
+        Op(what='backward', last=True)), fsdp='reshard', rates=True)
+    """,
+    # No sum along tp_col for a norm of whole heads, of which each rank uses its own queries: torch's
+    # own parallelize_module tells a style nothing of the attention around it.
+    "a norm of whole heads, applied by torch, under FSDP2": """
+        Program(grid=(2, 3), models=(Model(apply='torch', blocks=(Attention(head_dim=1,
+        norm=Norm(kind='rms', style='sequence', out='tokens', local=False), causal=False,
+        qk_norm='declared', plan='dtensor', algorithm='two_phase', prepare=True, conv=True,
+        up=How(style='block', algorithm='cannon', dataflow='own', regather=True),
+        down=How(style='stock_rowwise', dataflow='own', reshard=True)),)),),
+        use=(Op(size=(2, 5), loss='entropy', index=1), Op(what='thaw', index=8),
+        Op(what='exchange', index=2), Op(what='change', model=1, index=7, how='foreach'),
+        Op(model=1, size=(2, 3), skip=(0, 1), again='copy', learns=False, index=5),
+        Op(size=(5, 5), mode='full', skip=(0, 1), loss='entropy', index=2),
+        Op(what='backward', last=True)), fsdp='reshard', rates=True)
+    """,
+}
+"""Programs that were wrong in silence, as they were printed."""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_were_wrong(name: str, worlds: Worlds) -> None:
+    check(eval(" ".join(FOUND[name].split()), vars(data)), worlds)

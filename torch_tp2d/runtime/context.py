@@ -86,6 +86,11 @@ class Context:
         """Modules whose inputs from outside were compared over the rows."""
         self.backwards: dict[int, Backward] = {}
         """The backward passes that run, by autograd's number of them."""
+        self.in_attention = False
+        """Whether an :class:`~torch_tp2d.Attention2D` runs a module: inside are this rank's heads.
+
+        A plan says so beforehand, but torch's own ``parallelize_module`` applies each style alone.
+        """
         self.keys_drawn = 0
         """How many keys of dropout the ranks of the mesh have drawn."""
         self.accumulation = Accumulation()

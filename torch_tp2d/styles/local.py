@@ -153,7 +153,7 @@ class _LocalRunner(Runner):
         handed = self.grid.handed(x)
         if handed is not None:
             return isinstance(handed[1], Shard)
-        if self.surroundings.sees_heads(module, x):
+        if self.surroundings.sees_heads(module, x, self.grid):
             return True
         if self.surroundings.split:
             self.surroundings.check_features(self.here, module, x, self.grid)

@@ -186,7 +186,7 @@ class WholeRunner(Runner):
         use_local = was_local if self.use_local_output is None else self.use_local_output
         if was_local:
             declared = self.declared
-            if self.surroundings.sees_heads(module, x):
+            if self.surroundings.sees_heads(module, x, self.grid):
                 return run_locally(_own(module), forward, args, kwargs, self.grid)
             if declared is None:
                 declared = self.grid.handed(x)

@@ -55,13 +55,14 @@ class Surroundings:
             return None
         return Shard(row_dim), Replicate() if self.stream is None else self.stream
 
-    def sees_heads(self, module: nn.Module, x: Tensor) -> bool:
+    def sees_heads(self, module: nn.Module, x: Tensor, grid: Grid) -> bool:
         """Whether ``x`` is this column's heads inside an attention that the grid runs.
 
         Those that are whole on every rank, as they do not divide, are used by each rank for queries
         of its own: what comes back of them are shares too.
         """
-        return self.in_attention and x.ndim == 4 and x.shape[-1] == width_of(module)
+        inside = self.in_attention or grid.context.in_attention
+        return inside and x.ndim == 4 and x.shape[-1] == width_of(module)
 
     def check_features(self, owner: str, module: nn.Module, x: Tensor, grid: Grid) -> None:
         """Refuse a tensor of which the plan does not tell that its features are whole.

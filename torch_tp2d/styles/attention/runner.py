@@ -50,10 +50,12 @@ class AttentionRunner(Runner):
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = self.grid.context
-        known = context.tokens
+        known, around = context.tokens, context.in_attention
+        context.in_attention = True
         try:
             return self._run(module, forward, *args, **kwargs)
         finally:
+            context.in_attention = around
             if known is None:
                 # No embedding writes sizes anew: these hold in this module, not in the next pass.
                 context.tokens = None
