@@ -95,8 +95,8 @@ FOUND = {
         skip=(0,), loss='full', index=3), Op(model=1, size=(1, 1), loss='full', index=6),
         Op(what='backward', last=True)), fsdp='reshard', rates=True)
     """,
-    # No sum along tp_col for a norm of whole heads, of which each rank uses its own queries: torch's
-    # own parallelize_module tells a style nothing of the attention around it.
+    # No sum along tp_col for a norm of whole heads, of which each rank uses its own queries: by
+    # torch's own parallelize_module a style hears nothing of the attention around it.
     "a norm of whole heads, applied by torch, under FSDP2": """
         Program(grid=(2, 3), models=(Model(apply='torch', blocks=(Attention(head_dim=1,
         norm=Norm(kind='rms', style='sequence', out='tokens', local=False), causal=False,
