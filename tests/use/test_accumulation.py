@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -191,7 +191,7 @@ def _bytes_along_rows(model: nn.Module, mesh: DeviceMesh, held: bool) -> int:
     with torch_tp2d.CommCounter(mesh) as counter:
         for number in range(4):
             ids, target = batch(4, 16, VOCAB, seed=number)
-            with torch_tp2d.no_sync(mesh) if held and number < 3 else nullcontext():
+            with torch_tp2d.no_sync(mesh) if held and number < 3 else contextlib.nullcontext():
                 loss_of(model(ids), target).backward()
     return sum(size for (axis, _), size in counter.bytes.items() if axis == "tp_row")
 
@@ -211,6 +211,62 @@ def _counted() -> tuple[int, int, int]:
 def test_weights_move_once_for_four_micro_batches() -> None:
     for plain, held, once in world.run(4, _counted):
         assert plain - held == 3 * once, (plain, held, once)
+
+
+def _given_up() -> None:
+    mesh = grid_mesh(2, 2)
+    for how in ("discard", "exception"):
+        reference = transformer(VOCAB)
+        model = copy.deepcopy(reference)
+        parallelize(model, mesh, plan_2d())
+        ids, target = batch(4, SEQUENCE, VOCAB, seed=3)
+        with (
+            contextlib.suppress(FloatingPointError),
+            torch_tp2d.no_sync(mesh),
+        ):
+            loss_of(model(ids), target).backward()
+            if how == "exception":
+                raise FloatingPointError
+        if how == "discard":
+            torch_tp2d.no_sync(mesh).discard()
+        model.zero_grad()
+        _train(reference, model, mesh)
+
+
+def test_a_step_that_is_given_up_leaves_nothing_to_the_next() -> None:
+    """Not in ``.grad``, they outlived ``zero_grad()`` and were added to the next step's."""
+    world.run(4, _given_up)
+
+
+def _changed() -> str:
+    mesh = grid_mesh(2, 2)
+    model = transformer(VOCAB)
+    parallelize(model, mesh, plan_2d())
+    ids, target = batch(4, SEQUENCE, VOCAB)
+    seen, unseen = model.layers[0].feed_forward.w2, model.layers[1].feed_forward.w2
+    with torch.no_grad():
+        # Not equal to itself, and not changed.
+        unseen.weight[0, 0] = float("nan")
+    said = ""
+    with contextlib.suppress(ValueError), torch_tp2d.no_sync(mesh):
+        loss_of(model(ids), target).backward()
+        with torch.no_grad():
+            # Seen by torch, on all ranks alike: gathered again.
+            seen.weight.mul_(1.5)
+        model(ids)
+        unseen.weight.to_local().detach().data.mul_(1.5)
+        try:
+            model(ids)
+        except ValueError as error:
+            said = str(error)
+            raise
+    return said
+
+
+def test_a_weight_that_is_changed_between_is_gathered_again_or_an_error() -> None:
+    """Whether to gather may not go by the values of one rank's shard."""
+    for said in world.run(4, _changed, fresh=True):
+        assert "under no_sync" in said and "torch does not see" in said
 
 
 def _interrupted() -> None:

@@ -28,8 +28,9 @@ class no_sync:
     weights stay (``dataflow="weight_stationary"``).
 
     ``.grad`` of the weights is as before until the last backward is over. A weight that the last
-    micro-batch does not use gets its gradient at the end of that backward. Inside, parameters must
-    not be changed.
+    micro-batch does not use gets its gradient at the end of that backward. Until then parameters
+    must not be changed. What is kept is not in ``.grad``, so ``zero_grad()`` does not reach it: a
+    step that is given up is forgotten by :meth:`discard`. An exception inside does that by itself.
 
     Args:
         mesh: the one that the plan was applied on. With FSDP2 outside, call
@@ -37,7 +38,8 @@ class no_sync:
 
     Raises:
         TypeError: for another kind of mesh.
-        ValueError: for a mesh that is not ``("tp_row", "tp_col")``.
+        ValueError: for a mesh that is not ``("tp_row", "tp_col")``. In a forward, on a CPU, of a
+            weight that was changed since it was gathered, in a way that torch does not see.
 
     Source: FSDP2 and DDP accumulate so along their axis; TP2D (doi 10.11992/tis.202411023) does
     not speak of it. The count is ours, held by ``tests/use/test_accumulation.py``.
@@ -60,5 +62,14 @@ class no_sync:
         self._before = self._accumulation.holds
         self._accumulation.holds = True
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, *error: Any) -> None:
         self._accumulation.holds = self._before
+        if kind is not None:
+            self._accumulation.discard()
+
+    def discard(self) -> None:
+        """Forget the gradients of micro-batches whose step is not taken.
+
+        To be called by all ranks, beside ``zero_grad()``: ``no_sync(mesh).discard()``.
+        """
+        self._accumulation.discard()

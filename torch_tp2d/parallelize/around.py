@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed.tensor as dt
 from torch import nn
 
-from ..styles.attention import Attention2D
 from ..styles.dropout import Dropout2D, DropoutInside
 from ..styles.lifted import Lifted
 from ..styles.linear import Colwise2D, Rowwise2D
@@ -60,14 +59,12 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
     """What the entries of a plan say of the tensors that reach the module of this name."""
     parts = name.split(".")
     around = [".".join(parts[:depth]) for depth in range(len(parts))]
-    split, streams, inputs, widths, in_attention = [], set(), set(), set(), False
+    split, streams, inputs, widths = [], set(), set(), set()
     # What this module may be given besides the stream: outputs of its width, made beside it.
     own_width, outputs = width_of(module), set()
     for entry in entries:
         style: Any = unlifted(entry)
         linear: Any = entry.module
-        if isinstance(style, Attention2D):
-            in_attention |= entry.name in around
         if not isinstance(style, LINEAR_STYLES):
             continue
         takes, gives = style.input_layouts[1], style.output_layouts[1]
@@ -101,7 +98,7 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
         stream = None
     linears = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
     axes = frozenset(unlifted(entry).axes for entry in nearest(name, linears))
-    return Surroundings(stream, frozenset(widths), tuple(split), in_attention, axes)
+    return Surroundings(stream, frozenset(widths), tuple(split), axes)
 
 
 def _given(entries: list[Entry]) -> Iterator[Any]:

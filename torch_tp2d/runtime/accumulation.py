@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._torch_compat import local_tensor
 from ..comm import Pending
-from .versions import versions
+from .versions import same_bits, versions
 
 __all__ = ["Accumulation"]
 
@@ -27,11 +27,14 @@ class _Weight:
     gathered: Tensor
 
     def is_of(self, param: Tensor, dtype: torch.dtype) -> bool:
-        if param is not self.param or versions(param) != self.versions:
-            return False
-        if self.gathered.dtype != dtype:
-            return False
-        return self.values is None or torch.equal(local_tensor(param).detach(), self.values)
+        """Whether it still stands for the parameter, by what is the same on every rank."""
+        same = param is self.param and versions(param) == self.versions
+        return same and self.gathered.dtype == dtype
+
+    def changed_unseen(self) -> bool:
+        """Whether this rank's values changed in a way that torch does not see."""
+        now = local_tensor(self.param).detach()
+        return self.values is not None and not same_bits(now, self.values)
 
 
 class _Gradient(NamedTuple):
@@ -65,14 +68,25 @@ class Accumulation:
         return self.holds or bool(self._weights) or bool(self._gradients)
 
     def gathered(self, module: Any, dtype: torch.dtype) -> Pending | None:
-        """The module's weight, if a micro-batch before has gathered it and it is the same."""
+        """The module's weight, if a micro-batch before has gathered it and it is the same.
+
+        Raises:
+            ValueError: if it was changed behind torch's back: ranks whose shards happen to be as
+                they were would not gather it again with the others.
+        """
         held = self._weights.get(module)
         if held is None:
             return None
-        if held.is_of(module.weight, dtype):
-            return Pending(held.gathered)
-        del self._weights[module]
-        return None
+        if not held.is_of(module.weight, dtype):
+            del self._weights[module]
+            return None
+        if held.changed_unseen():
+            raise ValueError(
+                f"a weight of {module} was changed between micro-batches under no_sync, after it "
+                f"was gathered for them, in a way that torch does not see (.data, to_local(), "
+                f"torch._foreach_*): change it after the step's last backward"
+            )
+        return Pending(held.gathered)
 
     def keep_weight(self, module: Any, gathered: Tensor) -> None:
         """Keep a module's gathered weight for the next micro-batch, if there is to be one."""
@@ -94,6 +108,11 @@ class Accumulation:
         """This rank's part of a gradient that is about to be reduced, with what was kept."""
         kept = self._gradients.pop(module, None)
         return part if kept is None else kept.part.add_(part)
+
+    def discard(self) -> None:
+        """The step is given up: forget what its micro-batches have left."""
+        self._weights.clear()
+        self._gradients.clear()
 
     def settle(self) -> None:
         """The last backward is over: reduce the gradients of modules that were not in it."""

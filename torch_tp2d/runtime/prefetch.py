@@ -30,7 +30,7 @@ from ..comm import Pending
 from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
 from .reductions import backward_of
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
-from .versions import versions
+from .versions import same_bits, versions
 
 __all__ = [
     "AHEAD",
@@ -90,14 +90,7 @@ class Prepared:
 
     def changed(self) -> bool:
         """Whether a parameter was changed since, though torch did not see it."""
-        return not all(map(_same_bits, self.sources, self._then))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    # As bytes: a NaN equals itself then.
-    return a.numel() == 0 or torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
+        return not all(map(same_bits, self.sources, self._then))
 
 
 class _Seen:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch_compat import local_tensor, version
 
-__all__ = ["VersionGuard", "versions"]
+__all__ = ["VersionGuard", "same_bits", "versions"]
 
 
 def versions(x: Any) -> tuple[int | None, ...]:
@@ -21,6 +22,14 @@ def versions(x: Any) -> tuple[int | None, ...]:
     if inside is x:
         return (of_shard,)
     return None if x.is_inference() else version(x), of_shard
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of a shape hold the same, a NaN being the same as itself."""
+    # As bytes: torch.equal finds a NaN unequal to itself.
+    return a.numel() == 0 or torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 class VersionGuard:
