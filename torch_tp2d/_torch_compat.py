@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.distributed_c10d import (
@@ -45,6 +46,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "active_fake_mode",
+    "adds_to_grad",
     "are_functorch_transforms_active",
     "at_end_of_backward",
     "backend_of",
@@ -178,6 +180,18 @@ def number_of_node() -> int | None:
 
 current_autograd_node: Any = torch._C._current_autograd_node
 """The node whose backward runs: which layer a collective is for, in debug mode."""
+
+
+def adds_to_grad(x: Tensor) -> bool:
+    """Whether the backward that runs adds to the ``.grad`` behind a tensor that requires one.
+
+    That of torch.autograd.grad does not.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(x).node))
+    except RuntimeError:
+        # Raised of a leaf whose gradient is what torch.autograd.grad is asked for.
+        return False
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -105,7 +105,7 @@ def _trained(rows: int, columns: int, sizes: tuple[int, int, int], plan: Any) ->
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 2), (4, 1), deep(1, 4), deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(3, 2), deep(4, 1), deep(1, 4), deep(2, 4)])
 def test_a_plan_trains_as_on_one_device_if_no_weight_moves(rows: int, columns: int) -> None:
     """Uneven tokens, in the tutorial's plan: what is chosen where tokens are few."""
     sizes = (3, 13, 33)

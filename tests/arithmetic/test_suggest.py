@@ -103,6 +103,7 @@ def test_tokens_per_weight_decide(m: float, wins: set[tuple[int, ...]]) -> None:
     assert times == sorted(times) and len({each.name for each in found.candidates}) >= 6
 
 
+@pytest.mark.deep
 def test_layers_are_told_from_few() -> None:
     """What is predicted from few layers of five is what five of them do."""
     sizes = {"batch": 4, "seq": 16, "plan": _plan, "device": LINKS_ALONE}

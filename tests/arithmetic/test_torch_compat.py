@@ -278,6 +278,31 @@ def _(mesh: DeviceMesh) -> None:
     assert compat.current_graph_task_id() == -1
 
 
+@of("adds_to_grad")
+def _(mesh: DeviceMesh) -> None:
+    answers: list[bool] = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            answers.append(compat.adds_to_grad(weight))
+            return grad, grad
+
+    x, weight = (torch.ones(2, requires_grad=True) for _ in range(2))
+    y = Node.apply(x, weight).sum()
+    y.backward(retain_graph=True)
+    y.backward(retain_graph=True, inputs=[weight])
+    assert answers == [True, True]
+    y.backward(retain_graph=True, inputs=[x])
+    for asked in ([x], [weight], [x, weight]):
+        torch.autograd.grad(y, asked, retain_graph=True)
+    assert answers[2:] == [False] * 4
+
+
 @of("hooks_again")
 def _(mesh: DeviceMesh) -> None:
     fired: list[None] = []

@@ -177,7 +177,7 @@ def _drops(rows: int, columns: int) -> list[float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), deep(4, 1)])
 def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
     """The mask is that of one device, whoever computes which heads of which tokens."""
     for worst in world.run(rows * columns, _drops, rows, columns):
@@ -187,7 +187,7 @@ def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
 Case = tuple[int, int, int, int, str]
 """Heads, key heads, queries, keys, mask."""
 
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), deep(1, 4), (4, 1), (2, 3), deep(2, 4)]
+GRIDS = [(1, 1), (1, 2), (2, 1), deep(2, 2), deep(1, 4), deep(4, 1), (2, 3), deep(2, 4)]
 ALGORITHMS = ["ring", "gather", "two_phase"]
 LAYOUTS = [
     (Shard(2), Shard(1)),
@@ -528,6 +528,7 @@ def _compiled(rows: int, columns: int, heads: int, kv_heads: int, row_dim: int) 
     return train_beside(reference, model, 17, 2, 8, steps=1)
 
 
+@pytest.mark.deep
 def test_an_attention_module_is_one_graph() -> None:
     """With heads that are shared out unevenly."""
     assert max(world.run(2, _compiled, 1, 2, 9, 3, 0)) < TOLERANCE

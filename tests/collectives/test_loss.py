@@ -24,14 +24,15 @@ from support.losses import (
     target_of,
     tokens_of,
 )
+from support.marks import deep
 from support.models import grid_mesh, noise
 from support.one_module import spread
 from torch_tp2d import CommCounter, cross_entropy
 
-GRIDS = [(1, 1), (2, 2), (1, 3), (3, 1), (2, 3)]
+GRIDS = [(1, 1), deep(2, 2), deep(1, 3), deep(3, 1), (2, 3), deep(2, 4)]
 
 
-@pytest.mark.parametrize("rows,columns", [*GRIDS, pytest.param(2, 4, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("rows,columns", GRIDS)
 def test_loss_and_gradient_equal_one_device(rows: int, columns: int) -> None:
     for found in world.run(rows * columns, losses, rows, columns):
         bad = {key: pair for key, pair in found.items() if not close(pair)}

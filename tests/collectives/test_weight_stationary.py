@@ -174,12 +174,12 @@ def _norms(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 4), deep(4, 1), (2, 3)])
 def test_a_norm_of_the_transposed_layout(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _norms, rows, columns), TOLERANCE)
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (4, 1), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 4), deep(4, 1), (2, 3)])
 def test_a_stack_of_mlps(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, mlps, rows, columns), TOLERANCE)
 

@@ -56,8 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By the names of their classes, what of their configs is small, or not the default."""
 
-FEW = ["Qwen3", "Gemma2", "Gemma3Text", "Olmo2", "Cohere", "Glm4"]
-"""Norms of heads, scaled embeddings, norms after, a scaled head, fused projections."""
+FEW = ["Qwen3", "Gemma2", "Glm4"]
+"""Norms of heads, scaled embeddings, norms after, fused projections."""
 
 
 @contextmanager

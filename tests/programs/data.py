@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["Attention", "Block", "Embed", "Head", "How", "Mlp", "Model", "Norm", "Op", "Program"]
+__all__ = [
+    "TRAIN",
+    "Attention",
+    "Block",
+    "Embed",
+    "Head",
+    "How",
+    "Mlp",
+    "Model",
+    "Norm",
+    "Op",
+    "Program",
+]
 
 
 class _Brief:
@@ -114,6 +126,8 @@ class Embed(_Brief):
     vocab: int = 8
     style: str = "rowwise"
     """rowwise, colwise, stock_rowwise, stock_colwise or replicate."""
+    scale: float = 1.0
+    """By which a forward of its own, as Gemma's, multiplies its output."""
     positions: str = ""
     """The style of a position embedding, likewise; "" is none."""
 
@@ -174,6 +188,9 @@ class Op(_Brief):
     deepcopy        the model goes on as its copy
     save, load      a state dict, in memory
     collect         garbage, on rank ``index`` only
+    hold            no_sync begins; backwards, and forwards between them, are micro-batches until it
+                    ends by the next of these, by ``how`` "exception" or "discard" given up, or by
+                    the program's last forward; what would change parameters meanwhile is left out
     ==============  =========================================================================
     """
 

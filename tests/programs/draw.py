@@ -105,6 +105,7 @@ def _models(draw: Any, embeds: bool) -> Model:
         embed = Embed(
             vocab=draw(_sizes),
             style=draw(st.sampled_from(styles)),
+            scale=draw(_mostly(1.0, 3.0)),
             positions=draw(_mostly("", *styles)),
         )
     blocks: Any = _mlp(stream)
@@ -164,6 +165,7 @@ _backward = st.builds(
 )
 _other = st.one_of(
     st.builds(Op, what=st.sampled_from(("deepcopy", "save", "load", "drop")), model=_mostly(0, 1)),
+    st.builds(Op, what=st.just("hold"), how=_mostly("", "discard", "exception")),
     st.builds(Op, what=st.sampled_from(("collect", "log", "exchange")), index=_index),
     st.builds(
         Op,

@@ -226,6 +226,17 @@ class BlockModule(nn.Module):
         return x + y if self.residual else y
 
 
+class Scaled(nn.Embedding):
+    """An embedding with a forward of its own."""
+
+    def __init__(self, scale: float, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
 class Net(nn.Module):
     """A program's model. What a forward does beside computing is in ``control``."""
 
@@ -233,7 +244,9 @@ class Net(nn.Module):
         super().__init__()
         self.embed = self.positions = self.head = None
         if model.embed is not None:
-            self.embed = nn.Embedding(model.embed.vocab, model.hidden)
+            scale = model.embed.scale
+            kind = nn.Embedding if scale == 1.0 else partial(Scaled, scale)
+            self.embed = kind(model.embed.vocab, model.hidden)
             if model.embed.positions:
                 self.positions = nn.Embedding(LONGEST, model.hidden)
         self.blocks = nn.ModuleList(

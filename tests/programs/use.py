@@ -19,7 +19,7 @@ import torch_tp2d
 from support.models import noise
 from torch_tp2d import planner
 
-from .data import Attention, Model, Op, Program
+from .data import TRAIN, Attention, Model, Op, Program
 from .models import LONGEST, Net, Plan, Stop, build, drop_as_one_device, pair, settled
 
 __all__ = ["play"]
@@ -29,6 +29,11 @@ TOLERANCE = 1e-10
 
 _IN_FSDP = {"inference": "no_grad", "raise": "train", "chain": "train"}
 """What FSDP2's hooks do not take, and what is done instead."""
+
+_NOT_BETWEEN = frozenset(
+    ("step", "zero", "freeze", "thaw", "swap", "change", "load", "deepcopy", "hook")
+)
+"""What is not to be done between the micro-batches of a step."""
 
 _RATES = planner.Rates(row=1e6, col=1e6, flops=1e10)
 
@@ -59,7 +64,13 @@ def play(program: Program) -> list[str]:
         if player.sides:
             for index, op in enumerate(program.use):
                 player.now = f"use[{index}] {op}"
-                getattr(player, op.what)(op)
+                if index == len(program.use) - len(TRAIN):
+                    player.release()
+                if not (player.kept and op.what in _NOT_BETWEEN):
+                    getattr(player, op.what)(op)
+        player.release("discard")
+        # The mesh is the next program's too.
+        torch_tp2d.no_sync(player.mesh).discard()
         return player.wrong
     finally:
         planner.assume(None)
@@ -133,6 +144,9 @@ class _Player:
         ]
         self.pending: list[_Pending] = []
         self.draws = 0
+        self.held: torch_tp2d.no_sync | None = None
+        self.kept = False
+        """Whether gradients may be kept that are not in ``.grad`` yet."""
 
     # Comparing: by each rank for itself, so that no collective of ours helps or hides anything.
 
@@ -182,7 +196,8 @@ class _Player:
         return ours.shape == part.shape
 
     def _compare_grads(self, pending: _Pending) -> None:
-        for number, side in enumerate(self.sides):
+        self.kept = self.held is not None
+        for number, side in enumerate(() if self.kept else self.sides):
             for name, alone, ours in side.params():
                 self._compare_dtensor(
                     f"gradient of {name} of model {number}", ours.grad, alone.grad, ours.placements
@@ -528,6 +543,27 @@ class _Player:
         self._forget(side)
         side.alone.load_state_dict(side.saved[0])
         side.net.load_state_dict(side.saved[1])
+
+    def hold(self, op: Op) -> None:
+        if self.held is not None:
+            self.release(op.how)
+        elif not self.fsdp and not any(side.hooked for side in self.sides):
+            self.held, self.kept = torch_tp2d.no_sync(self.mesh), True
+            self.held.__enter__()
+
+    def release(self, how: str = "") -> None:
+        """End the micro-batches but the last; all of them, if the step is given up."""
+        if self.held is None:
+            return
+        self.held.__exit__(Stop if how == "exception" else None)
+        if how == "discard":
+            self.held.discard()
+        self.held = None
+        if how:
+            self.kept = False
+            for side in self.sides:
+                for module in (side.alone, side.net):
+                    module.zero_grad()
 
     def collect(self, op: Op) -> None:
         if dist.get_rank() == op.index % dist.get_world_size():

@@ -152,7 +152,7 @@ def _on_a_grid(plan: str, rows: int, columns: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), (1, 4), (4, 1), (3, 2)])
+@pytest.mark.parametrize("rows,columns", [(1, 1), deep(2, 2), deep(1, 4), deep(4, 1), (3, 2)])
 def test_every_grid_drops_what_one_device_drops(rows: int, columns: int) -> None:
     """Dropouts that no plan entry names, on local tensors in the token layout."""
     assert max(world.run(rows * columns, _on_a_grid, "plan_2d", rows, columns)) < TOLERANCE
@@ -455,6 +455,7 @@ def _compiled() -> float:
     return differences(reference, model, (3, 13, vocab))
 
 
+@pytest.mark.deep
 def test_a_compiled_block_drops_the_same() -> None:
     assert max(world.run(2, _compiled)) < TOLERANCE
 

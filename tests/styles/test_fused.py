@@ -187,6 +187,7 @@ def _compiled() -> float:
     return _steps(reference, ours, mesh)
 
 
+@pytest.mark.deep
 def test_a_layer_is_one_graph() -> None:
     assert max(world.run(2, _compiled)) < TOLERANCE
 

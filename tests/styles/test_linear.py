@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from support import world
+from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
     DEEP,
@@ -153,6 +154,6 @@ def _other_ranks(rows: int, columns: int) -> dict[str, float]:
     return worst | gradients(reference, model)
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), (2, 3)])
 def test_linear_styles_take_any_number_of_dims(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _other_ranks, rows, columns))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,15 +21,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from support.marks import deep
 from support.models import noise, relative
 from torch_tp2d import parallelize_module
 
 TOLERANCE = 1e-12
 """Relative, in fp64, unless a test says otherwise."""
 
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3)]
-DEEP = [pytest.param(*grid, marks=pytest.mark.deep) for grid in ((2, 4), (3, 3))]
-FEW = [(2, 2), (1, 4), (4, 1), (2, 3)]
+GRIDS = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 3)]
+DEEP = [deep(*grid) for grid in ((2, 2), (2, 4), (3, 3))]
+FEW = [(1, 2), (2, 1), (2, 3), deep(2, 2), deep(1, 4), deep(4, 1)]
 
 SIZES = [(4, 6, 12, 24), (3, 5, 7, 11), (1, 2, 3, 2)]
 """Batch, sequence, features in and out: even, odd, and smaller than the grid."""

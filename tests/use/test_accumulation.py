@@ -89,21 +89,29 @@ def _train(reference: nn.Module, model: nn.Module, mesh: DeviceMesh, **given: An
             optimizer.zero_grad()
 
 
-def _every_algorithm(rows: int, columns: int) -> None:
+def _micro_batches(rows: int, columns: int, algorithms: list[str]) -> None:
     mesh = grid_mesh(rows, columns)
-    square = ["bmr", "cannon"] if rows == columns else []
     again = _of_algorithm("pipelined", reshard_after_forward=True)
-    plans = [_of_algorithm(name) for name in ("pipelined", "collective", "summa", *square)]
-    for plan in [*plans, again, plan_mixed()]:
+    for plan in [*map(_of_algorithm, algorithms), again, plan_mixed()]:
         reference = transformer(VOCAB)
         model = copy.deepcopy(reference)
         parallelize(model, mesh, plan)
         _train(reference, model, mesh)
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(3, 1), deep(4, 1), deep(1, 4), deep(4, 2)])
-def test_micro_batches_add_up_to_one_device(rows: int, columns: int) -> None:
-    world.run(rows * columns, _every_algorithm, rows, columns)
+FEW = ["pipelined", "collective"]
+
+
+@pytest.mark.parametrize(
+    "rows,columns,algorithms",
+    [
+        (2, 2, FEW),
+        deep(2, 2, ["summa", "bmr", "cannon"]),
+        *(deep(*grid, [*FEW, "summa"]) for grid in ((3, 1), (4, 1), (1, 4), (4, 2))),
+    ],
+)
+def test_micro_batches_add_up_to_one_device(rows: int, columns: int, algorithms: list[str]) -> None:
+    world.run(rows * columns, _micro_batches, rows, columns, algorithms)
 
 
 class _Experts(nn.Module):
@@ -236,6 +244,39 @@ def _given_up() -> None:
 def test_a_step_that_is_given_up_leaves_nothing_to_the_next() -> None:
     """Not in ``.grad``, they outlived ``zero_grad()`` and were added to the next step's."""
     world.run(4, _given_up)
+
+
+def _asked_for() -> None:
+    mesh = grid_mesh(2, 2)
+    for plan in (plan_2d(), _of_algorithm("collective")):
+        reference = transformer(VOCAB)
+        model = copy.deepcopy(reference)
+        parallelize(model, mesh, plan)
+        for number in range(4):
+            ids, target = batch(4, SEQUENCE, VOCAB, seed=number)
+            grads = []
+            for net in (reference, model):
+                held = torch_tp2d.no_sync(mesh) if number < 2 else contextlib.nullcontext()
+                with held if net is model else contextlib.nullcontext():
+                    loss = loss_of(net(ids), target)
+                    # A penalty's, say; of some weights, and of none at all.
+                    weights = [
+                        net.layers[0].feed_forward.w2.weight,
+                        net.layers[1].attention.wq.weight,
+                    ]
+                    grads.append(torch.autograd.grad(loss, weights, retain_graph=True))
+                    torch.autograd.grad(loss, [net.norm.weight], retain_graph=True)
+                    if number != 2:
+                        loss.backward()
+            for wanted, ours in zip(*grads, strict=True):
+                assert relative(ours, wanted) < TOLERANCE
+        _compare(reference, model)
+
+
+def test_what_autograd_grad_is_asked_for_is_of_one_micro_batch() -> None:
+    """It was None inside, and outside had the kept gradients of others; and it was kept, to be
+    added to ``.grad``, though nobody had called backward."""
+    world.run(4, _asked_for)
 
 
 def _changed() -> str:

@@ -172,7 +172,7 @@ def test_what_a_training_loop_asks_for(shape: Shape) -> None:
 @pytest.mark.parametrize(
     "shape,ways",
     [
-        ((2, 1, 1, 2), ["reduced over the shards"]),
+        deep((2, 1, 1, 2), ["reduced over the shards"]),
         deep((2, 1, 1, 2), list(WAYS)),
         deep((2, 2, 2, 1), list(WAYS)),
     ],
@@ -254,6 +254,7 @@ def _one_replica(offloads: bool) -> tuple[bool, float]:
     return counts[0] == counts[1], seen
 
 
+@pytest.mark.deep
 def test_one_replica() -> None:
     """FSDP2 over an axis of one rank changes nothing, and adds no collective to ours."""
     for offloads in (False, True):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._once import once_differentiable
+from ..._torch_compat import adds_to_grad
 from ...comm import Axis, Pending
 from ...runtime.accumulation import Accumulation
 from ...runtime.context import Context, autocast_dtype
@@ -143,10 +144,14 @@ class Call:
         """Keep this rank's part of the weight's gradient for the last micro-batch."""
         self.known_context.accumulation.keep_gradient(self.module, part, self._finish)
 
-    def whole_gradient(self, part: Tensor) -> Tensor:
-        """This rank's part of the weight's gradient with that of the micro-batches before."""
+    def gradients_kept(self) -> Accumulation | None:
+        """What micro-batches keep of gradients, in a backward that adds to the weight's ``.grad``.
+
+        What torch.autograd.grad returns is of its own micro-batch, and whole.
+        """
         kept = self.accumulation
-        return part if kept is None else kept.with_kept(self.module, part)
+        adds = kept is not None and self.param is not None and adds_to_grad(self.param.param)
+        return kept if adds else None
 
     def _finish(self, part: Tensor) -> None:
         """Reduce what was kept of a module that the last micro-batch has not used."""

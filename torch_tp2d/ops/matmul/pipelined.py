@@ -151,13 +151,16 @@ def backward(
             return undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
 
         part = product if partial is None else partial
-        kept = call.accumulation
+        kept = call.gradients_kept()
         if kept is not None and kept.holds:
             running.at_end.append(PendingReduction(part, _keep_for_last(call), running).send)
         else:
-            weights = PendingReduction(
-                part, lambda part: atb_sum(call.whole_gradient(part), cut), running
-            )
+
+            def reduce(part: Tensor) -> Pending:
+                whole = part if kept is None else kept.with_kept(call.module, part)
+                return atb_sum(whole, cut)
+
+            weights = PendingReduction(part, reduce, running)
             dw = LazyResult(state.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
     if needs.x and op.gathers_input:
         b = moving.wait()

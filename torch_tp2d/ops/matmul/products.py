@@ -61,13 +61,13 @@ def backward(
     weight_grad = bias_grad = None
     if needs.weight:
         a, c = (rows, grad) if op.gathers_input else (grad, rows)
-        kept = call.accumulation if algorithm.WHOLE else None
+        kept = call.gradients_kept() if algorithm.WHOLE else None
         if kept is None:
             weight_grad = algorithm.atb(a, c, cut)
         elif kept.holds:
             call.keep_gradient(a.t() @ c)
         else:
-            weight_grad = op.sum_over_rows(call.whole_gradient(a.t() @ c))
+            weight_grad = op.sum_over_rows(kept.with_kept(call.module, a.t() @ c))
     if state and needs.bias:
         columns = op.bias_columns
         mine = grad if columns is None else grad[:, columns]
