@@ -109,6 +109,11 @@ FOUND = {
         Op(size=(5, 5), mode='full', skip=(0, 1), loss='entropy', index=2),
         Op(what='backward', last=True)), fsdp='reshard', rates=True)
     """,
+    # No sum along tp_col for a norm of one feature: it has no width by which heads are known.
+    "a norm of heads of one feature": """
+        Program(grid=(2, 2), models=(Model(blocks=(Attention(kv_heads=1, head_dim=1,
+        qk_norm='declared'),)),))
+    """,
 }
 """Programs that were wrong in silence, as they were printed."""
 

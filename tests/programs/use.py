@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 import torch_tp2d
 from support.models import noise
 from torch_tp2d import planner
+from torch_tp2d.runtime.context import context_of
 
 from .data import TRAIN, Attention, Model, Op, Program
 from .models import LONGEST, Net, Plan, Stop, build, drop_as_one_device, pair, settled
@@ -196,7 +197,9 @@ class _Player:
         return ours.shape == part.shape
 
     def _compare_grads(self, pending: _Pending) -> None:
-        self.kept = self.held is not None
+        # Not settled by a backward through none of the plan's Linears: an optimizer would not step.
+        kept = context_of(self.mesh).accumulation
+        self.kept = self.held is not None or bool(kept)
         for number, side in enumerate(() if self.kept else self.sides):
             for name, alone, ours in side.params():
                 self._compare_dtensor(

@@ -15,7 +15,11 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -201,6 +205,33 @@ def test_tokens_rows_and_features_even_or_not(rows: int, columns: int) -> None:
     """Both axes on the sequence (row_dim 1) too, where shards are chunks of chunks."""
     for seen in world.run(rows * columns, _feeds, rows, columns, Layer):
         assert max(seen.values()) < TOLERANCE, seen
+
+
+def _lifted_feeds() -> float:
+    """Nothing but lifted styles says that rows hold parts of sequences."""
+    model = Feeds(UNEVEN[2])
+    reference = on_one_device(model)
+
+    def lifted(kind: Any, **layouts: Any) -> torch_tp2d.Lifted:
+        return torch_tp2d.Lifted(kind(**layouts), row_dim=1)
+
+    plan = {
+        "tok": lifted(RowwiseParallel, input_layouts=Replicate()),
+        "layers.*.wi": lifted(ColwiseParallel),
+        "layers.*.wo": lifted(RowwiseParallel),
+        "head": lifted(ColwiseParallel, use_local_output=False),
+    }
+    torch_tp2d.parallelize_module(model, grid_mesh(2, 2), plan)
+    return differences(reference, model, UNEVEN)
+
+
+def test_rows_hold_parts_of_sequences_by_lifted_styles_alone() -> None:
+    """Of a plan of lifted styles the ``row_dim`` was not seen.
+
+    Dropouts that it does not name took rows to hold samples: refused where an embedding tells the
+    sizes, and dropping others than one device does where none is.
+    """
+    assert max(world.run(4, _lifted_feeds)) < TOLERANCE
 
 
 def _features_over_both_axes(inner: int) -> float:

@@ -22,6 +22,7 @@ from support.one_module import (
     FEW,
     OUTPUTS,
     SOME_INPUTS,
+    Conv1D,
     GemmaRMSNorm,
     LlamaRMSNorm,
     compare,
@@ -203,10 +204,15 @@ def test_replicate_equals_one_device(rows: int, columns: int) -> None:
 def _replicated_linear() -> dict[str, float]:
     mesh = grid_mesh(2, 2)
     worst = {}
-    for name, row_dim, bias in product(("row", "token"), (0, 1), (True, False)):
+    makers = {
+        "with a bias": lambda: nn.Linear(7, 11),
+        "without": lambda: nn.Linear(7, 11, bias=False),
+        "Conv1D": lambda: Conv1D(11, 7),
+    }
+    for name, row_dim, kind in product(("row", "token"), (0, 1), makers):
         layout = layout_of(name, row_dim)
         found = compare(
-            randomized(nn.Linear(7, 11, bias=bias)),
+            randomized(makers[kind]()),
             torch_tp2d.Replicate(input_layouts=layout, row_dim=row_dim),
             mesh,
             noise(3, 5, 7, seed=1),
@@ -214,13 +220,14 @@ def _replicated_linear() -> dict[str, float]:
             layout,
             layout,
         )
-        worst |= {f"{what} {name} {row_dim=} {bias=}": value for what, value in found.items()}
+        worst |= {f"{what} {name} {row_dim=} {kind}": value for what, value in found.items()}
     return worst
 
 
 def test_a_replicated_linear_takes_uneven_tokens() -> None:
     """A router: DTensor's own linear refuses tokens that do not divide over the mesh.
 
-    It flattens them, which it also refuses for some token layouts that do divide.
+    It flattens them, which it also refuses for some token layouts that do divide; as did, of a
+    random program, a Conv1D.
     """
     no_difference(world.run(4, _replicated_linear))

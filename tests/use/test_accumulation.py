@@ -246,6 +246,32 @@ def test_a_step_that_is_given_up_leaves_nothing_to_the_next() -> None:
     world.run(4, _given_up)
 
 
+def _all_inside() -> list[str]:
+    mesh = grid_mesh(2, 2)
+    model = transformer(VOCAB)
+    parallelize(model, mesh, plan_2d())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    ids, target = batch(4, SEQUENCE, VOCAB, seed=3)
+    said = []
+    with torch_tp2d.no_sync(mesh):
+        loss_of(model(ids), target).backward()
+    # Of another model on the mesh, say, of which no Linear ran.
+    model.tok_embeddings(ids).square().mean().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        said.append(str(error))
+    loss_of(model(ids), target).backward()
+    optimizer.step()
+    return said
+
+
+def test_a_step_before_the_last_backward_is_an_error() -> None:
+    """Optimizers stepped without the gradients that were kept, and the next step had them."""
+    for (said,) in world.run(4, _all_inside):
+        assert "outside of no_sync" in said
+
+
 def _asked_for() -> None:
     mesh = grid_mesh(2, 2)
     for plan in (plan_2d(), _of_algorithm("collective")):

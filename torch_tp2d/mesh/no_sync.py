@@ -31,6 +31,8 @@ class no_sync:
     micro-batch does not use gets its gradient at the end of that backward. Until then parameters
     must not be changed. What is kept is not in ``.grad``, so ``zero_grad()`` does not reach it: a
     step that is given up is forgotten by :meth:`discard`. An exception inside does that by itself.
+    The last backward has to go through a Linear of the plan; an optimizer that steps without is an
+    error. What ``torch.autograd.grad`` returns is of its own micro-batch, inside as outside.
 
     Args:
         mesh: the one that the plan was applied on. With FSDP2 outside, call
@@ -40,6 +42,7 @@ class no_sync:
         TypeError: for another kind of mesh.
         ValueError: for a mesh that is not ``("tp_row", "tp_col")``. In a forward, on a CPU, of a
             weight that was changed since it was gathered, in a way that torch does not see.
+            In a step of an optimizer of ``torch.optim`` before the last backward.
 
     Source: FSDP2 and DDP accumulate so along their axis; TP2D (doi 10.11992/tis.202411023) does
     not speak of it. The count is ours, held by ``tests/use/test_accumulation.py``.

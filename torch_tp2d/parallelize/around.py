@@ -17,7 +17,7 @@ from ..styles.local import Local2D
 from ..styles.module_kinds import is_conv1d, is_embedding, is_linear
 from ..styles.replicated import Replicate
 from ..styles.surroundings import Surroundings, is_of_features, width_of
-from .resolve import LINEAR_STYLES, Entry, features_of, nearest
+from .resolve import LINEAR_STYLES, Entry, features_of, nearest, unlifted
 
 
 def with_surroundings(entries: list[Entry]) -> list[Entry]:
@@ -49,10 +49,6 @@ def with_surroundings(entries: list[Entry]) -> list[Entry]:
             entry = entry._replace(style=entry.style.beside(giving))
         told.append(entry)
     return told
-
-
-def unlifted(entry: Entry) -> Any:
-    return entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
 
 
 def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroundings:

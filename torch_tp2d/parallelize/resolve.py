@@ -147,16 +147,20 @@ def _scopes(root: nn.Module, entries: list[Entry]) -> set[str]:
 LINEAR_STYLES = Block2DParallel, Colwise2D, Rowwise2D
 
 
+def unlifted(entry: Entry) -> Any:
+    """An entry's style, in terms of the grid if it is a stock one."""
+    return entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+
+
 def _row_dim(name: str, entries: list[Entry]) -> int:
     """The token dim that tp_row splits at a module that no plan entry names: that of the nearest.
 
     Raises:
         ValueError: if those next to it in the tree of modules differ.
     """
-
-    linear = [e for e in entries if isinstance(e.style, LINEAR_STYLES)]
-    styles: list[Any] = [entry.style for entry in nearest(name, linear)]
-    row_dims = {style.row_dim for style in styles}
+    known = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
+    known = known or [e for e in entries if hasattr(unlifted(e), "row_dim")]
+    row_dims = {unlifted(entry).row_dim for entry in nearest(name, known)}
     if len(row_dims) > 1:
         raise ValueError(
             f"{name!r}: no plan entry names it, and which token dim tp_row splits there is not "
@@ -237,7 +241,7 @@ def _dropping_inside(root: nn.Module, entries: list[Entry]) -> list[Entry]:
         parent = entry.parent
         if parent is None or id(parent) in covered or not rates_of(parent):
             continue
-        linear = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+        linear = unlifted(entry)
         if isinstance(linear, LINEAR_STYLES):
             style = DropoutInside(linear.row_dim)
             around[id(parent)] = Entry("", names[id(parent)], parent, parent, style)

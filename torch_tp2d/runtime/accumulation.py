@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch_compat import local_tensor
 from ..comm import Pending
@@ -57,6 +58,8 @@ class Accumulation:
         self.holds = False
         self._weights: dict[nn.Module, _Weight] = {}
         self._gradients: dict[nn.Module, _Gradient] = {}
+        self._steps: Any = None
+        """The handle of the hook on optimizers, while gradients are kept."""
 
     def __repr__(self) -> str:
         return (
@@ -100,6 +103,8 @@ class Accumulation:
         self, module: nn.Module, part: Tensor, finish: Callable[[Tensor], None]
     ) -> None:
         """Keep this rank's part of a weight's gradient."""
+        if self._steps is None:
+            self._steps = register_optimizer_step_pre_hook(self._check_step)
         before = self._gradients.get(module)
         total = part if before is None else before.part.add_(part)
         self._gradients[module] = _Gradient(total, finish)
@@ -113,6 +118,7 @@ class Accumulation:
         """The step is given up: forget what its micro-batches have left."""
         self._weights.clear()
         self._gradients.clear()
+        self._let_step()
 
     def settle(self) -> None:
         """The last backward is over: reduce the gradients of modules that were not in it."""
@@ -122,3 +128,20 @@ class Accumulation:
             module = next(iter(self._gradients))
             part, finish = self._gradients.pop(module)
             finish(part)
+        self._let_step()
+
+    def _let_step(self) -> None:
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for module in self._gradients:
+            if id(module.weight) in stepped:
+                raise ValueError(
+                    f"an optimizer steps while the gradient of {module} is still kept for the last "
+                    f"micro-batch: the last backward before the step is to be outside of no_sync, "
+                    f"and through one of the plan's Linears; no_sync(mesh).discard() gives the "
+                    f"step up"
+                )

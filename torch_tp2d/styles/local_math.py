@@ -22,6 +22,7 @@ from ..mesh.grid import Grid
 from ..runtime.context import Context
 from ..runtime.reductions import summed
 from .base import local_shards
+from .module_kinds import is_conv1d
 
 __all__ = ["SumGrads", "local_math", "run_locally", "settle_after_backward"]
 
@@ -75,6 +76,11 @@ def _linear(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return F.linear(x, weight, bias)
 
 
+def _conv1d(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ weight
+    return y if bias is None else y + bias
+
+
 def local_math(module: nn.Module) -> _LocalMath | None:
     """The forward of torch's own modules that take tokens one by one."""
     own = type(module).forward
@@ -85,7 +91,7 @@ def local_math(module: nn.Module) -> _LocalMath | None:
             return _layer_norm
         if own is nn.RMSNorm.forward:
             return _rms_norm
-    return None
+    return _conv1d if is_conv1d(module) else None
 
 
 class SumGrads(torch.autograd.Function):

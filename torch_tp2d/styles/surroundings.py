@@ -59,7 +59,9 @@ class Surroundings:
         Those that are whole on every rank, as they do not divide, are used by each rank for queries
         of its own: what comes back of them are shares too.
         """
-        return grid.context.in_attention and x.ndim == 4 and x.shape[-1] == width_of(module)
+        # A scale, or a norm of one feature, has no width to go by.
+        fits = width_of(module) in (None, x.shape[-1])
+        return grid.context.in_attention and x.ndim == 4 and fits
 
     def check_features(self, owner: str, module: nn.Module, x: Tensor, grid: Grid) -> None:
         """Refuse a tensor of which the plan does not tell that its features are whole.
