@@ -361,6 +361,8 @@ def settled(model: Model, fsdp: bool) -> Model:
         elif fsdp:
             block = replace(block, heads=8, kv_heads=4, head_dim=2)
         if isinstance(block, Attention):
+            # Rows that hold parts of sequences ask for Attention2D, which takes q, k and v apart.
+            block = replace(block, fused=block.fused and not model.row_dim)
             block = replace(block, cross=block.cross and model.embed is not None)
             if block.dropout and (model.row_dim or model.apply == "torch"):
                 # Of a module's own call, only Attention2D and our parallelize_module know.

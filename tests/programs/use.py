@@ -302,6 +302,9 @@ class _Player:
         if op.mode == "inference" and any(_on_dtensors(side.model) for side in sides):
             # torch works out its own rule for attention there, for longer than a hang may take.
             op = _with(op, mode="no_grad")
+        if op.mode in ("no_grad", "inference") and any(_two_streams(side.model) for side in sides):
+            # Documented: without a graph the user's sums of the other stream tell no sizes.
+            op = _with(op, mode="train")
         grads = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(
             op.mode, torch.enable_grad
         )
@@ -575,6 +578,10 @@ class _Player:
 
 def _on_dtensors(model: Model) -> bool:
     return any(isinstance(b, Attention) and b.plan == "dtensor" for b in model.blocks)
+
+
+def _two_streams(model: Model) -> bool:
+    return model.local and any(isinstance(b, Attention) and b.cross for b in model.blocks)
 
 
 def _with(op: Op, **changes: Any) -> Op:

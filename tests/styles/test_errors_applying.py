@@ -530,3 +530,26 @@ def test_messages_name_no_object_by_its_address() -> None:
                 parallelize_module(mistake.model(), mesh_of(*mistake.shape), mistake.plan())
         if mistake.name not in ("a style of the user's own", "a style's class"):
             assert not re.search(r"object at 0x", str(caught.value)), mistake.name
+
+
+class _Attention(nn.Module):
+    num_heads = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(8, 24), nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_attention_of_its_own_over_parts_of_sequences(local: bool) -> None:
+    """Each row attended to its own keys: a random program's output was wrong, without an error."""
+
+    def make() -> Callable[[], Any]:
+        mesh, model = mesh_of(2, 2), nn.ModuleDict({"attention": _Attention()})
+        plan = {
+            "attention.qkv": Colwise2D(parts=3, row_dim=1),
+            "attention.o": Rowwise2D(row_dim=1, use_local_output=local),
+        }
+        return lambda: parallelize_module(model, mesh, plan)
+
+    refused((2, 2), ValueError, ("'attention'", "tp_row=2", "Attention2D(row_dim=1)"), make)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..comm import Axis, Pending, move
 from ..runtime.context import Sizes, context_of
 from .axes import Axes, ask_sizes, check_mesh, flat_axis, on_mesh, part_of
-from .handed import hand_out, said_of
+from .handed import hand_out, made_of, said_of
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
 __all__ = ["Axes", "Grid", "Sizes", "ask_sizes", "check_mesh", "describe_mesh", "part_of"]
@@ -150,10 +150,16 @@ class Grid:
         return (handed, declared) if differs or (turned and axes != self.axes) else None
 
     def tokens_of(self, x: Tensor) -> Sizes | None:
-        """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way."""
+        """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way.
+
+        Of two streams, an encoder's and a decoder's, those that were embedded last are under way.
+        What the user's code makes of the other is told by the graph, where there is one.
+        """
         sizes = self.sizes_of(x)
-        if sizes is None:
-            sizes = self.context.tokens
+        if sizes is None and self.context.tokens is not None:
+            made = {known for known, *_ in made_of(x) if known is not None}
+            made = {known for known in made if len(known) == x.ndim - 1}
+            sizes = made.pop() if len(made) == 1 else self.context.tokens
         return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
 
     def begin(self, x: Tensor) -> None:

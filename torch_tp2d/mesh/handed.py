@@ -69,8 +69,11 @@ def made_of(x: Tensor) -> list[Handed]:
             continue
         seen.add(edge)
         handed = node.metadata.get(("_tp2d_handed", index))
-        if handed is None:
-            edges.extend(node.next_functions)
-        else:
+        if handed is not None:
             found.append(handed)
+        elif node.name() in _HANDS_ON:
+            # What else goes into the module is another matter.
+            edges.append(node.next_functions[index])
+        else:
+            edges.extend(node.next_functions)
     return found

@@ -16,12 +16,13 @@ from .._torch_compat import REPLICATE, has_replicate
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import normalize
 from ..planner.rates import assumed
+from ..styles.attention import Attention2D
 from ..styles.base import GridStyle, tied_message
-from ..styles.lifted import Lifted
 from ..styles.linear import Colwise2D
-from ..styles.module_kinds import HEAD_SIZES, describe_module, is_conv1d, is_linear
+from ..styles.module_kinds import HEAD_SIZES, HEADS, describe_module, is_conv1d, is_linear
+from ..styles.surroundings import is_of_features
 from .agree import Fact
-from .resolve import Entry, is_hook, out_features_of
+from .resolve import LINEAR_STYLES, Entry, is_hook, out_features_of, unlifted
 
 
 def check_source(rank: int | None, mesh: DeviceMesh) -> None:
@@ -117,6 +118,7 @@ def check_entries(entries: list[Entry], mesh: DeviceMesh) -> None:
             grid = Grid(mesh, style.axes)
             style.check(entry.module, grid)
             check_heads(entry, grid)
+            check_attention(entry, entries, grid)
             if not is_hook(style):
                 before = styled.setdefault(id(entry.module), entry)
                 if before is not entry:
@@ -140,7 +142,7 @@ def check_heads(entry: Entry, grid: Grid) -> None:
     The module around it views its local output as ``[..., -1, head_dim]``: with half a head that
     fails later, or mixes heads in silence.
     """
-    style = entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
+    style = unlifted(entry)
     if not isinstance(style, Colwise2D) or not style.use_local_output or entry.parent is None:
         return
     if not (is_linear(entry.module) or is_conv1d(entry.module)):
@@ -166,4 +168,35 @@ def check_heads(entry: Entry, grid: Grid) -> None:
             f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "
             f"{grid.col.name} divides {out // head}, or the styles of attention_projections() with "
             f"Attention2D, or use_local_output=False; if it projects out of heads, Block2DParallel"
+        )
+
+
+def check_attention(entry: Entry, entries: list[Entry], grid: Grid) -> None:
+    """Refuse attention by a module's own code over the parts of sequences that rows hold.
+
+    Each row would attend to its own keys, without an error. One that is given whole keys, or
+    DTensors, may know what it does.
+    """
+    parent, style = entry.parent, unlifted(entry)
+    if parent is None or grid.row.size == 1 or not isinstance(style, LINEAR_STYLES):
+        return
+    if style.row_dim != 1 or not any(type(getattr(parent, name, None)) is int for name in HEADS):
+        return
+    inside = f"{entry.name}."
+    if any(
+        isinstance(other.style, Attention2D)
+        and (not other.name or inside.startswith(f"{other.name}."))
+        for other in entries
+    ):
+        return
+    beside = [unlifted(other) for other in entries if other.parent is parent]
+    linears = [other for other in beside if isinstance(other, LINEAR_STYLES)]
+    # But for the one that takes what attention gives.
+    into = [linear for linear in linears if not is_of_features(linear.input_layouts[1])]
+    if all(linear.output_layouts[0] == dt.Shard(1) and linear.use_local_output for linear in into):
+        where = entry.name.rpartition(".")[0]
+        raise ValueError(
+            f"{grid.row.name}={grid.row.size} splits sequences (row_dim=1), and {where!r}, "
+            f"{describe_module(parent)}, would attend to the keys of one row alone: name it in the "
+            f"plan with Attention2D(row_dim=1), or split the batch, row_dim=0"
         )
