@@ -71,7 +71,12 @@ def _save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 def _norm(norm: Norm | None, hidden: int) -> nn.Module | None:
     if norm is None:
         return None
-    return nn.LayerNorm(hidden, bias=norm.bias) if norm.kind == "layer" else nn.RMSNorm(hidden)
+    return nn.LayerNorm(hidden, bias=norm.bias) if norm.kind == "layer" else _rms_norm(hidden)
+
+
+def _rms_norm(hidden: int) -> nn.RMSNorm:
+    # Of one feature it is a sign but for its eps, and its gradient a matter of rounding.
+    return nn.RMSNorm(hidden, eps=1.0 if hidden == 1 else None)
 
 
 class Conv1D(nn.Module):
@@ -165,8 +170,8 @@ class AttentionBody(nn.Module):
             self.v = _linear(hidden, kv_width, bias, conv)
         self.o = _linear(width, hidden, bias, conv)
         normed = bool(attention.qk_norm)
-        self.q_norm = nn.RMSNorm(self.head_dim) if normed else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim) if normed else nn.Identity()
+        self.q_norm = _rms_norm(self.head_dim) if normed else nn.Identity()
+        self.k_norm = _rms_norm(self.head_dim) if normed else nn.Identity()
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         seen = x if memory is None else memory
@@ -362,8 +367,9 @@ def settled(model: Model, fsdp: bool) -> Model:
             block = replace(block, heads=8, kv_heads=4, head_dim=2)
         if isinstance(block, Attention):
             # Rows that hold parts of sequences ask for Attention2D, which takes q, k and v apart.
-            block = replace(block, fused=block.fused and not model.row_dim)
-            block = replace(block, cross=block.cross and model.embed is not None)
+            whole = not model.row_dim
+            cross = block.cross and model.embed is not None and (whole or not model.local)
+            block = replace(block, fused=block.fused and whole, cross=cross)
             if block.dropout and (model.row_dim or model.apply == "torch"):
                 # Of a module's own call, only Attention2D and our parallelize_module know.
                 block = replace(block, dropout=block.plan == "attention2d" and not block.fused)

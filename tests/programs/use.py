@@ -517,6 +517,8 @@ class _Player:
         if not side.model.blocks or self.fsdp:
             return
         side.hooked = True
+        # What is computed again for backward would meet the hook for the first time.
+        self._forget(side)
         for module in (side.alone, side.net):
             block = module.blocks[op.index % len(module.blocks)]
             how = op.how

@@ -292,7 +292,9 @@ class Grid:
         local = None if isinstance(given, DTensor) else given
         for axis in (self.row,) if local is None else (self.row, self.col):
             dim = self._empty_here(known, x.ndim, layout, axis)
-            if dim is not None and not x.shape[dim] and (local is None or local.numel()):
+            if dim is None or x.shape[dim]:
+                continue
+            if local is None or dim >= local.ndim or local.shape[dim]:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)

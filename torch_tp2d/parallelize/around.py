@@ -55,9 +55,15 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
     """What the entries of a plan say of the tensors that reach the module of this name."""
     parts = name.split(".")
     around = [".".join(parts[:depth]) for depth in range(len(parts))]
-    split, streams, inputs, widths = [], set(), set(), set()
+    split: list[str] = []
+    streams: set[Any] = set()
+    inputs: set[Any] = set()
+    widths: set[int] = set()
     # What this module may be given besides the stream: outputs of its width, made beside it.
     own_width, outputs = width_of(module), set()
+    # What stands beside it and is prepared takes the stream as it was before that.
+    apart = {e.name: have for e in entries if e.name not in around for have in _before(e)}
+    inputs |= set(apart.values()) & _STREAMS
     for entry in entries:
         style: Any = unlifted(entry)
         linear: Any = entry.module
@@ -71,7 +77,8 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
             in_features, out_features = features_of(linear)
             if not is_of_features(takes):
                 widths.add(in_features)
-                inputs |= {takes} & _STREAMS
+                inside = any(entry.name.startswith(f"{other}.") for other in apart)
+                inputs |= set() if inside else {takes} & _STREAMS
             if isinstance(style, Rowwise2D) and not is_of_features(gives):
                 widths.add(out_features)
                 streams |= {gives} & _STREAMS
@@ -111,7 +118,16 @@ _STREAMS = frozenset((dt.Shard(1), dt.Replicate()))
 def _prepared(name: str, entries: list[Entry]) -> Iterator[Any]:
     """How an entry for the module of this name has its first input prepared, if one does."""
     for entry in entries:
-        inputs = getattr(unlifted(entry), "inputs", None) if entry.name == name else None
-        if inputs is not None:
-            given = (*(inputs.args or ()), *inputs.kwargs.values())
-            yield from [one.want[1] for one in given if one is not None][:1]
+        if entry.name == name:
+            yield from [one.want[1] for one in _inputs(entry)][:1]
+
+
+def _before(entry: Entry) -> list[Any]:
+    """How ``tp_col`` splits the first input of a module, where the plan has it prepared."""
+    return [one.have[1] for one in _inputs(entry)][:1]
+
+
+def _inputs(entry: Entry) -> list[Any]:
+    inputs = getattr(unlifted(entry), "inputs", None)
+    given = () if inputs is None else (*(inputs.args or ()), *inputs.kwargs.values())
+    return [one for one in given if one is not None]

@@ -94,16 +94,17 @@ class Call:
 
     def _dropout(self, p: float, heads: Heads) -> Callable[[Tensor], Tensor]:
         """Dropout of the attention weights ``[batch, heads, queries, keys]`` of this rank."""
-        key = next_key(self.grid)
+        key, row, first = next_key(self.grid), self.grid.row, 0
+        # Asked for on all ranks alike: one without queries has no weights to drop.
+        lengths = self.tokens.lengths if self.runner.row_dim and row.size > 1 else None
+        if self.runner.row_dim == 0:
+            first = sum(row.split(self.tokens.extent(0))[: row.index])
 
         def dropout(weights: Tensor) -> Tensor:
             size, count, queries, keys = weights.shape
-            row, device, first = self.grid.row, weights.device, 0
+            device = weights.device
             at, seen = (torch.arange(length, device=device) for length in (queries, keys))
-            if self.runner.row_dim == 0:
-                first = sum(row.split(self.tokens.extent(0))[: row.index])
-            elif row.size > 1:
-                lengths = self.tokens.lengths
+            if lengths is not None:
                 order = self._order(row.split(lengths[0]))
                 at = order.positions(row.index, device)
                 if lengths[0] == lengths[1]:
