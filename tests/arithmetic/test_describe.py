@@ -195,7 +195,7 @@ def _peak(seen: Any) -> int:
     return max(live)
 
 
-@pytest.mark.parametrize("rows,columns", [deep(2, 2), (2, 1), deep(1, 2), deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(2, 1), deep(1, 2), deep(2, 4)])
 def test_ready_plans_move_and_hold_what_is_predicted(rows: int, columns: int) -> None:
     pytest.importorskip("transformers")
     world.preload("preload_hf")

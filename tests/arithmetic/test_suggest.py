@@ -86,7 +86,7 @@ def _plan(model: nn.Module, mesh: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "m,wins", [deep(0.5, {(1, 4)}), deep(3, {(2, 2), (2, 1, 2)}), (32, {(4, 1, 1)})]
+    "m,wins", [deep(0.5, {(1, 4)}), deep(3, {(2, 2), (2, 1, 2)}), deep(32, {(4, 1, 1)})]
 )
 def test_tokens_per_weight_decide(m: float, wins: set[tuple[int, ...]]) -> None:
     """Elements for a block, in hidden^2, weights kept: 6m on a line, 18 by FSDP2, 2m + 6 on 2 x 2.

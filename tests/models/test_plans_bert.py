@@ -120,7 +120,7 @@ def test_options() -> None:
         assert max(worst) < TOLERANCE, worst
 
 
-@pytest.mark.parametrize("columns,heads", [deep(4, 2), (2, 1)])
+@pytest.mark.parametrize("columns,heads", [deep(4, 2), deep(2, 1)])
 def test_heads_that_do_not_divide(columns: int, heads: int) -> None:
     sizes = {"num_attention_heads": heads}
     for worst in world.run(4, _train, 4 // columns, columns, 3, 7, BOTH, sizes):
@@ -146,6 +146,7 @@ def _pooler(rows: int, columns: int) -> list[float]:
     return worst
 
 
+@pytest.mark.deep
 def test_base_model_with_its_pooler() -> None:
     for worst in world.run(4, _pooler, 2, 2):
         assert max(worst) < TOLERANCE, worst

@@ -115,6 +115,7 @@ def _classifier(rows: int, columns: int, classes: int) -> float:
     return train_beside(reference, model, lambda _: batch, truth=truth, steps=2).worst
 
 
+@pytest.mark.deep
 def test_swin_for_image_classification() -> None:
     assert max(world.run(4, _classifier, 2, 2, 5)) < TOLERANCE
 

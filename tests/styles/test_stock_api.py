@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from support import world
 from support.fake import mesh_of, pretend
 from support.mistakes import refused
+from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import no_difference, randomized, spread
-from support.stock import BOTH, FEATURES, GRIDS, ROW, TOLERANCE, run_beside
+from support.stock import BOTH, FEATURES, ROW, TOLERANCE, run_beside
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 from torch_tp2d.mesh.layouts import Layout
 
@@ -119,7 +120,7 @@ def _plans(rows: int, columns: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("rows,columns", GRIDS)
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1)])
 def test_plans(rows: int, columns: int) -> None:
     """Names, nesting, wildcards, one style, the root; trained for a step and in inference."""
     no_difference(world.run(4, _plans, rows, columns), TOLERANCE)

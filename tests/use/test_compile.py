@@ -146,7 +146,7 @@ def _checkpointed(inside: bool, backend: str, selective: bool) -> float:
 @pytest.mark.parametrize(
     "inside,backend,selective",
     [
-        (True, "eager", True),
+        deep(True, "eager", True),
         deep(False, BACKEND, False),
         deep(True, "eager", False),
         deep(False, BACKEND, True),

@@ -184,6 +184,7 @@ def _offloaded() -> float:
     return max(_step(reference, model, optimizers, data, seed) for seed in range(2))
 
 
+@pytest.mark.deep
 def test_cpu_offload_policy() -> None:
     assert max(world.run(4, _offloaded)) < TOLERANCE
 

@@ -170,7 +170,7 @@ def _many_of_each(count: int) -> list[tuple[Held, int]]:
     return [_many(make, count) for make in (_only_mesh, _on_own_mesh, _on_one_mesh, _left_alone)]
 
 
-@pytest.mark.parametrize("count", [1, deep(50)])
+@pytest.mark.parametrize("count", [deep(3), deep(50)])
 def test_models_and_meshes_that_are_dropped_leave_what_torch_leaves_of_a_mesh(count: int) -> None:
     """torch keeps the two groups of every ``init_device_mesh`` until the world is destroyed.
 

@@ -156,7 +156,9 @@ def _accumulate(shape: Shape, ways: list[str]) -> Differences:
     return seen
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), deep((2, 2, 1)), deep((1, 2, 2)), deep((2, 2, 2))])
+@pytest.mark.parametrize(
+    "shape", [deep((2, 1, 2)), deep((2, 2, 1)), deep((1, 2, 2)), deep((2, 2, 2))]
+)
 def test_what_a_training_loop_asks_for(shape: Shape) -> None:
     """A block that lay whole before it began, by ``unshard()`` say, lost its gradients.
 
