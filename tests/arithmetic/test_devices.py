@@ -591,6 +591,7 @@ FSDP2 x TP forward  270 MiB, 83.1 % exposed; 0.82 ms waiting, 1.46 ms computing
 FSDP2 x TP backward 315 MiB, 71.1 % exposed; 0.84 ms waiting, 2.92 ms computing""",
         )
 
+    @pytest.mark.deep
     def test_ready_plans(self) -> None:
         seen = {name: Exposed.of(record(case, 0, 2, 2), Machine()) for name, case in PLANS.items()}
         self.assertExpectedInline(

@@ -149,7 +149,7 @@ def test_inputs_gathered_again_are_not_kept() -> None:
     assert set(off_gloo(4, _regathered)) == {(0, 4 * 1536)}
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 4)])
 def test_weights_that_stay(rows: int, columns: int) -> None:
     for worst in off_gloo(rows * columns, stationary.mlps, rows, columns):
         assert max(worst.values()) < TOLERANCE, worst

@@ -206,7 +206,7 @@ def _decoded(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1), deep(2, 3)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 4), deep(4, 1), deep(2, 3)])
 def test_a_decoder(rows: int, columns: int) -> None:
     """A token at a time, with a cache, and trained on a whole sequence."""
     no_difference(world.run(rows * columns, _decoded, rows, columns), TOLERANCE)

@@ -139,7 +139,7 @@ FEW = [llama_odd, qwen2, gpt2]
     "rows,columns,row_dim,builders",
     [
         (2, 2, 0, FEW),
-        (2, 2, 1, [llama_grouped, mistral, gpt2_odd]),
+        deep(2, 2, 1, [llama_grouped, mistral, gpt2_odd]),
         deep(1, 4, 0, FEW),
         deep(4, 1, 1, FEW),
         *(deep(*grid, row_dim, BUILDERS) for grid in GRIDS for row_dim in (0, 1)),

@@ -24,7 +24,7 @@ from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.plans import plan_for
 
 TOLERANCE = 1e-11
-GRIDS = [(2, 2), deep(1, 4), deep(4, 1), deep(2, 4)]
+GRIDS = [deep(2, 2), deep(1, 4), deep(4, 1), deep(2, 4)]
 Heads = tuple[int, ...]
 
 

@@ -202,7 +202,7 @@ def _handed_on(replicas: int, rows: int, columns: int) -> dict[str, float]:
     return seen
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), deep((1, 2, 2))])
+@pytest.mark.parametrize("shape", [deep((2, 1, 2)), deep((1, 2, 2))])
 def test_local_streams_that_are_handed_on_as_other_tensors(shape: tuple[int, int, int]) -> None:
     """A unit of FSDP2's, or a module with a backward hook, is handed views of what it is given.
 

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support import world
 from support.fake import mesh_of, pretend
-from support.mistakes import refused
 from support.marks import deep
+from support.mistakes import refused
 from support.models import grid_mesh, noise, relative
 from support.one_module import no_difference, randomized, spread
 from support.stock import BOTH, FEATURES, ROW, TOLERANCE, run_beside

@@ -104,7 +104,7 @@ def _long(warm_up: int, steps: int) -> Held:
     return Held.now() - start
 
 
-@pytest.mark.parametrize("warm_up,steps,mebibytes", [(20, 30, 8), deep(200, 2000, 16)])
+@pytest.mark.parametrize("warm_up,steps,mebibytes", [(10, 15, 8), deep(200, 2000, 16)])
 def test_a_long_run_gathers_nothing(warm_up: int, steps: int, mebibytes: int) -> None:
     for gathered in world.run(4, _long, warm_up, steps, fresh=True):
         assert gathered.tensors == gathered.groups == gathered.threads == 0, gathered
@@ -224,7 +224,7 @@ def _worlds(folder: Path, count: int) -> tuple[list[list[float]], list[int], Hel
     return losses, pieces, Held.now() - start
 
 
-@pytest.mark.parametrize("count", [3, deep(20)])
+@pytest.mark.parametrize("count", [deep(3), deep(20)])
 def test_worlds_made_and_destroyed_in_one_process(tmp_path: Path, count: int) -> None:
     """As after a failure that was caught: the same losses, and nothing left of the world before.
 
