@@ -372,7 +372,8 @@ def settled(model: Model, fsdp: bool) -> Model:
             block = replace(block, fused=block.fused and whole, cross=cross)
             if block.dropout and (model.row_dim or model.apply == "torch"):
                 # Of a module's own call, only Attention2D and our parallelize_module know.
-                block = replace(block, dropout=block.plan == "attention2d" and not block.fused)
+                ours = block.plan == "attention2d" and model.axes == "tp_col"
+                block = replace(block, dropout=ours and not block.fused)
         elif model.hidden == 1 or block.inner == 1:
             # DTensor cannot sum dims of size 1 into a scalar's gradient.
             block = replace(block, beta="", mix="")
@@ -592,6 +593,8 @@ class Plan:
         if fused or self.only_stock or (block.cross and local):
             # Attention2D takes a second local stream for a mask, which is whole.
             divides = not (block.heads % columns or block.kv_heads % columns or row_dim)
+            # Stock styles know of no parts.
+            divides = divides and not (fused and self.only_stock)
             plan = "local" if divides and (fused or plan == "attention2d") else plan
             plan = plan if divides and plan != "attention2d" else "whole"
         elif row_dim or block.heads % columns or block.kv_heads % columns:

@@ -230,6 +230,14 @@ def test_fused_stock_projections_and_lines() -> None:
         plan = {"qkv": ColwiseParallel(), "o": RowwiseParallel()}
         with pytest.raises(ValueError, match="parts=3 of a Colwise2D in its place"):
             torch_tp2d.parallelize_module(Named(linears), mesh, plan)
+        # A Colwise may take what attention gives too: wrong in silence, in a random program.
+        for kind in (ColwiseParallel, Colwise2D):
+            plan = {"qkv": kind(), "o": kind(input_layouts=Shard(-1))}
+            with pytest.raises(ValueError, match="takes 32.*parts=3"):
+                torch_tp2d.parallelize_module(Named(linears), mesh, plan)
+        # Both may be given one stream of features.
+        plan = {"qkv": Colwise2D(input_layouts=Shard(-1)), "o": Colwise2D(input_layouts=Shard(-1))}
+        torch_tp2d.parallelize_module(Named(linears), mesh, plan)
         plan = {"qkv": ColwiseParallel(use_local_output=False), "o": RowwiseParallel()}
         torch_tp2d.parallelize_module(Named(linears), mesh, plan)
     with fake_grid(2, 1) as mesh:

@@ -104,8 +104,7 @@ def _takers(linear: _Linear, linears: list[_Linear]) -> list[_Linear]:
     takers = [
         other
         for other in linears
-        if isinstance(other.style, Block2DParallel | Rowwise2D)
-        and other.style.input_layouts[1] in _SPLIT
+        if other.style.input_layouts[1] in _SPLIT and not _side_by_side(linear, other)
     ]
     beside = [other for other in takers if other.parent == linear.parent]
     if beside or not linear.parent:
@@ -114,6 +113,14 @@ def _takers(linear: _Linear, linears: list[_Linear]) -> list[_Linear]:
     return [
         t for t in takers if t.parent == above or t.parent.rpartition(".")[0] == above != t.parent
     ]
+
+
+def _side_by_side(linear: _Linear, other: _Linear) -> bool:
+    """Whether two Linears may be given one input, and neither takes what the other gives."""
+    if not isinstance(other.style, Colwise2D):
+        return False
+    split = linear.style.input_layouts[1] in _SPLIT
+    return other is linear or (split and linear.features[0] == other.features[0])
 
 
 def _fused_heads(linear: _Linear, takers: list[_Linear]) -> str:
