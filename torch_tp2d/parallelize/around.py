@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed.tensor as dt
 from torch import nn
 
+from ..styles.attention import Attention2D
 from ..styles.dropout import Dropout2D, DropoutInside
 from ..styles.lifted import Lifted
 from ..styles.linear import Colwise2D, Rowwise2D
@@ -64,9 +65,12 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
     # What stands beside it and is prepared takes the stream as it was before that.
     apart = {e.name: have for e in entries if e.name not in around for have in _before(e)}
     inputs |= set(apart.values()) & _STREAMS
+    in_attention = False
     for entry in entries:
         style: Any = unlifted(entry)
         linear: Any = entry.module
+        if isinstance(style, Attention2D):
+            in_attention |= entry.name in around
         if not isinstance(style, LINEAR_STYLES):
             continue
         takes, gives = style.input_layouts[1], style.output_layouts[1]
@@ -101,7 +105,7 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
         stream = None
     linears = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
     axes = frozenset(unlifted(entry).axes for entry in nearest(name, linears))
-    return Surroundings(stream, frozenset(widths), tuple(split), axes)
+    return Surroundings(stream, frozenset(widths), tuple(split), in_attention, axes)
 
 
 def _given(entries: list[Entry]) -> Iterator[Any]:

@@ -37,12 +37,14 @@ class Surroundings:
         widths: of the residual stream; None where they are not known.
         split: the Linears beside the module that hand on local features, or heads, split over
             ``tp_col``, or shares of a gradient.
+        in_attention: whether an :class:`~torch_tp2d.Attention2D` runs the module around.
         axes: those on which the styles next to it act.
     """
 
     stream: Placement | None = None
     widths: frozenset[int] | None = None
     split: tuple[str, ...] = ()
+    in_attention: bool = False
     axes: frozenset[Axes] = frozenset()
 
     def told(self, row_dim: int, grid: Grid) -> Layout | None:
@@ -59,9 +61,10 @@ class Surroundings:
         Those that are whole on every rank, as they do not divide, are used by each rank for queries
         of its own: what comes back of them are shares too.
         """
+        # Of a module that is run again by itself, by checkpointing, only the plan tells.
+        inside = self.in_attention or grid.context.in_attention
         # A scale, or a norm of one feature, has no width to go by.
-        fits = width_of(module) in (None, x.shape[-1])
-        return grid.context.in_attention and x.ndim == 4 and fits
+        return inside and x.ndim == 4 and width_of(module) in (None, x.shape[-1])
 
     def check_features(self, owner: str, module: nn.Module, x: Tensor, grid: Grid) -> None:
         """Refuse a tensor of which the plan does not tell that its features are whole.
