@@ -26,11 +26,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.distributed_c10d import (
-    _get_default_timeout,
-    _resolve_process_group,
-    _set_pg_timeout,
-)
+from torch.distributed.distributed_c10d import _get_default_timeout, _resolve_process_group
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -76,6 +73,7 @@ __all__ = [
     "has_replicate",
     "hooks_again",
     "is_mutable",
+    "is_sharded_by_fsdp",
     "local_tensor",
     "make_wrapper_subclass",
     "nodes_made",
@@ -240,7 +238,7 @@ flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attenti
 safe_softmax: Any = torch.ops.aten._safe_softmax
 """Zeros where nothing is seen, as ``scaled_dot_product_attention`` has it."""
 
-# Meshes and process groups
+# Meshes and process groups. set_timeout: torch leaves those of a mesh at the default.
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -325,11 +323,6 @@ def default_timeout(group: dist.ProcessGroup) -> timedelta:
     return _get_default_timeout(dist.get_backend(group))
 
 
-def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Change how long a group's transfers may take: torch leaves a mesh's at the default."""
-    _set_pg_timeout(timeout, group)
-
-
 def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:
     """Options of a gloo group with a number of worker threads, which torch sets to two."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -393,6 +386,12 @@ def has_replicate(module: nn.Module) -> bool:
     """Whether the composable ``replicate`` has a module's gradients averaged."""
     states = module.__dict__.get(STATE_KEY, {}).values()
     return any(type(state).__module__ == REPLICATE for state in states)
+
+
+def is_sharded_by_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 shards parameters of the module's own: it follows what is loaded there."""
+    hooks = module._load_state_dict_post_hooks.values()
+    return any(hook.__module__.startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
 def was_localized(param: Any) -> bool:

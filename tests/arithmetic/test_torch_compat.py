@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel.ddp import _localize_dtensor
@@ -512,6 +513,15 @@ def _(mesh: DeviceMesh) -> None:
     assert not compat.has_replicate(module)
     assert compat.has_replicate(replicate(module))
     assert replicate.__module__ == compat.REPLICATE
+
+
+@of("is_sharded_by_fsdp")
+def _(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    for module in model:
+        assert not compat.is_sharded_by_fsdp(module)
+    fully_shard(model, mesh=mesh["tp_row"])
+    assert [*map(compat.is_sharded_by_fsdp, (model, *model))] == [False, True, False]
 
 
 @of("was_localized")

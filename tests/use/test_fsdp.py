@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import torch_tp2d
 from support import models, world
@@ -248,13 +249,21 @@ def test_fsdp_leaves_one_mesh_and_an_eighth_of_the_weights() -> None:
 
 def _empty_shards() -> None:
     mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=DP)
-    net = nn.Sequential(nn.Linear(5, 8, bias=False)).double()
-    torch_tp2d.parallelize_module(net, mesh["tp_row", "tp_col"], {"0": torch_tp2d.Colwise2D()})
-    fully_shard(net, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"0.weight of shape \(8, 5\).*FSDP2 does not take"):
-        net(torch.randn(2, 3, 5, dtype=torch.float64))
+    x = torch.randn(2, 3, 5, dtype=torch.float64) + mesh.get_rank()
+    for apply in (torch_tp2d.parallelize_module, parallelize_module):
+        net = nn.Sequential(nn.Linear(5, 8, bias=False)).double()
+        apply(net, mesh["tp_row", "tp_col"], {"0": torch_tp2d.Colwise2D()})
+        net(x).sum().backward()
+        net.zero_grad()
+        fully_shard(net, mesh=mesh["dp"])
+        with pytest.raises(ValueError, match=r"weight of shape \(8, 5\).*FSDP2 does not take"):
+            net(x)
 
 
 def test_fsdp_with_nothing_on_a_rank_is_refused() -> None:
-    """The rank without a part of the weight raised in backward, and the others waited for it."""
+    """The rank without a part of the weight raised in backward, and the others waited for it.
+
+    Refused at first only where our ``parallelize_module`` looks at a model that first runs: not
+    after torch's own, nor where FSDP2 comes after a first forward. Found by a random program.
+    """
     world.run(4, _empty_shards)

@@ -5,28 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.tensor as dt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import forward_pre_hooks, parameters_of, was_localized
 from ..mesh.grid import describe_mesh
 from ..styles.base import refuse_transforms
+from ..styles.empty_shards import refuse_empty
 from .check import _MEND, _data_parallel
-
-
-def _leaves_some_empty(
-    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
-) -> bool:
-    """Whether some rank holds nothing of a tensor that is not empty itself."""
-    smallest = list(shape)
-    for placement, count in zip(placements, mesh.shape, strict=True):
-        if isinstance(placement, dt.Shard):
-            size = smallest[placement.dim]
-            smallest[placement.dim] = max(0, size - (count - 1) * -(-size // count))
-    return 0 in smallest and 0 not in shape
 
 
 class FirstForward:
@@ -98,22 +85,12 @@ class FirstForward:
             del hooks[key]
 
     def _check_empty(self, module: nn.Module) -> None:
-        """Refuse parameters of which FSDP2 is to reduce the gradients, and some rank holds none.
-
-        It raises there, in backward, and leaves the other ranks waiting.
-        """
+        """Refuse parameters of which some rank holds none, where FSDP2 is outside."""
         names = (kind.__name__ for inner in module.modules() for kind in type(inner).__mro__)
         if "FSDPModule" not in names:
             return
         for name, param in module.named_parameters():
-            if not isinstance(param, DTensor) or not param.requires_grad:
-                continue
-            if _leaves_some_empty(tuple(param.shape), param.placements[-2:], self.mesh):
-                raise ValueError(
-                    f"{name} of shape {tuple(param.shape)}, placed {param.placements[-2:]}, leaves "
-                    f"some ranks of mesh {describe_mesh(self.mesh)} without elements, which FSDP2 "
-                    f"does not take: use a larger size there, or fewer rows or columns"
-                )
+            refuse_empty(name, param, self.mesh)
 
     def _check_placed(self, module: nn.Module) -> None:
         """Refuse a model that DistributedDataParallel or FSDP1 has taken the DTensors out of."""

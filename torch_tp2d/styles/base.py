@@ -34,6 +34,7 @@ from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
 from ..runtime.deferred import undeferred
 from .boundary import Exit
+from .empty_shards import refuse_empty_under_fsdp
 from .module_kinds import describe_module
 
 __all__ = [
@@ -132,6 +133,7 @@ class GridStyle(ParallelStyle):
         for owner, name, layout in list(self.param_layouts(module)):
             place_parameter(owner, name, grid, layout, self.src_data_rank)
         put_on_grid(module, runner)
+        refuse_empty_under_fsdp(module, grid.mesh)
         return module
 
 
