@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..comm import Axis, Pending, move
 from ..runtime.context import Sizes, context_of
 from .axes import Axes, ask_sizes, check_mesh, flat_axis, on_mesh, part_of
-from .handed import hand_out, made_of, said_of
+from .handed import Handed, hand_out, made_of, said_of
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
 __all__ = ["Axes", "Grid", "Sizes", "ask_sizes", "check_mesh", "describe_mesh", "part_of"]
@@ -111,14 +111,14 @@ class Grid:
         """
         if isinstance(x, DTensor):
             return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
-        return said_of(x)[0]
+        return said_of(x).sizes
 
     def handed(self, x: Tensor) -> Layout | None:
         """The layout in which a style has handed out this very local tensor.
 
         None if none has, or one on other axes, in whose terms alone the layout can be said.
         """
-        _, layout, axes = said_of(x)
+        _, layout, axes, _ = said_of(x)
         if layout is None or axes is None or axes == self.axes:
             return layout
         row, col = on_mesh(normalize(layout, x.ndim), axes)
@@ -135,7 +135,7 @@ class Grid:
 
         Every rank sees the same.
         """
-        _, layout, axes = said_of(x)
+        _, layout, axes, _ = said_of(x)
         if layout is None or axes is None or (axes == self.axes and layout == declared):
             return None
         handed, declared = (
@@ -153,13 +153,15 @@ class Grid:
         """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way.
 
         Of two streams, an encoder's and a decoder's, those that were embedded last are under way.
-        What the user's code makes of the other is told by the graph, where there is one.
+        What the user's code makes of the other is told by the graph, where there is one: by what is
+        certain of the tensors that it is made of, or else by the tokens that these were taken for.
         """
         sizes = self.sizes_of(x)
         if sizes is None and self.context.tokens is not None:
-            made = {known for known, *_ in made_of(x) if known is not None}
-            made = {known for known in made if len(known) == x.ndim - 1}
-            sizes = made.pop() if len(made) == 1 else self.context.tokens
+            made = made_of(x) or [said_of(x)]
+            told = _of_dims((one.sizes for one in made), x.ndim - 1)
+            told = told or _of_dims((one.under_way for one in made), x.ndim - 1)
+            sizes = told.pop() if len(told) == 1 else self.context.tokens
         return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
 
     def begin(self, x: Tensor) -> None:
@@ -268,7 +270,7 @@ class Grid:
             dim = self._empty_here(known, x.ndim, layout, self.col)
             if dim is None or x.shape[dim] != 1:
                 return x
-        return hand_out(x.narrow(dim, 0, 0), self.sizes_of(x), layout, self.axes)
+        return hand_out(x.narrow(dim, 0, 0), Handed(self.sizes_of(x), layout, self.axes, known))
 
     def with_stand_in(
         self, x: Tensor, layout: Layout, sizes: Sizes | None, *, given: Tensor | None = None
@@ -298,7 +300,7 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        return hand_out(x, sizes, layout, self.axes)
+        return hand_out(x, Handed(sizes, layout, self.axes, known))
 
     def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
@@ -380,3 +382,7 @@ def _shards(placement: Placement, dim: int) -> bool:
 def _moves(dim: int, src: Layout, dst: Layout) -> bool:
     """Whether some axis starts or stops sharding ``dim``."""
     return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
+
+
+def _of_dims(told: Iterable[Sizes | None], dims: int) -> set[Sizes]:
+    return {sizes for sizes in told if sizes is not None and len(sizes) == dims}

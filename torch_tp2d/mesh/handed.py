@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,29 @@ from .layouts import Layout
 
 __all__ = ["Handed", "hand_out", "made_of", "said_of"]
 
-Handed = tuple[Sizes | None, Layout | None, Axes | None]
-"""Its sizes, and its layout on axes."""
+
+class Handed(NamedTuple):
+    """What a style said of a local tensor when it handed it out."""
+
+    sizes: Sizes | None = None
+    """Global sizes of all dims but the last, where they are certain."""
+    layout: Layout | None = None
+    axes: Axes | None = None
+    under_way: Sizes | None = None
+    """Where they are not: those of the tokens that it was taken for a part of."""
+
 
 _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
 """What FSDP2, and a backward hook, put in the graph before a module: it changes no tensor."""
 
 
-def hand_out(x: Tensor, sizes: Sizes | None, layout: Layout, axes: Axes) -> Tensor:
+def hand_out(x: Tensor, handed: Handed) -> Tensor:
     """``x``, for the user's code, with what :func:`said_of` is to find."""
     if torch.compiler.is_compiling():
         # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not on
         # what an autograd.Function did.
         x = x.view_as(x)
-    x._tp2d_handed = handed = sizes, layout, axes  # type: ignore[attr-defined]
+    x._tp2d_handed = handed  # type: ignore[attr-defined]
     node: Any = None if torch.compiler.is_compiling() else x.grad_fn
     if node is not None:
         node.metadata["_tp2d_handed", x.output_nr] = handed
@@ -46,7 +55,7 @@ def said_of(x: Tensor) -> Handed:
             node, index = node.next_functions[index]
         if node is not None and node is not x.grad_fn:
             found = node.metadata.get(("_tp2d_handed", index))
-    return (None, None, None) if found is None else found
+    return Handed() if found is None else found
 
 
 _NODES = 200
