@@ -64,6 +64,7 @@ class Block(nn.Module):
 
 class EncoderDecoder(nn.Module):
     recompute = False
+    target_first = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +79,12 @@ class EncoderDecoder(nn.Module):
         return checkpoint(block, *args, use_reentrant=False) if self.recompute else block(*args)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(target) if self.target_first else None
         memory = self.embed(source)
         for block in self.encoder:
             memory = self._run(block, memory)
         memory = self.memory_norm(memory)
-        x = self.embed(target)
+        x = self.embed(target) if x is None else x
         for block in self.decoder:
             x = self._run(block, x, memory)
         return self.head(self.norm(x))
@@ -156,10 +158,14 @@ def test_lengths_that_differ(rows: int, columns: int, local: bool) -> None:
         assert worst < 1e-10
 
 
-def _bare(rows: int, columns: int, lengths: list[int], residual: bool) -> float:
+def _bare(
+    rows: int, columns: int, lengths: list[int], residual: bool, target_first: bool = False
+) -> float:
     torch.manual_seed(0)
     reference = EncoderDecoder().to(DOUBLE)
-    reference.encoder[-1].residual = residual
+    reference.target_first = target_first
+    for block in (reference.encoder[-1], *reference.decoder):
+        block.residual = residual
     reference.memory_norm = nn.Identity()  # type: ignore[assignment]
     model, entries = copy.deepcopy(reference), plan(True)
     del entries["memory_norm"]
@@ -186,6 +192,13 @@ def test_an_encoder_that_ends_with_a_linear(rows: int, columns: int) -> None:
     It was held against the decoder's tokens, and refused by the ranks whose part differs.
     """
     for worst in run(rows * columns, _bare, rows, columns, [3, 7, 5], False):
+        assert worst < 1e-10
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 1), deep(1, 4)])
+def test_a_decoder_that_is_embedded_first(rows: int, columns: int, residual: bool) -> None:
+    for worst in run(rows * columns, _bare, rows, columns, [3, 7, 5], residual, True):
         assert worst < 1e-10
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
 from support import world
+from support.dropout import on_one_device
 from support.fake import fake_grid
 from support.marks import deep
 from support.models import grid_mesh, relative
@@ -44,6 +45,7 @@ class Mixer(nn.Module):
     def __init__(self, conv: bool) -> None:
         super().__init__()
         self.width = HIDDEN
+        self.drop: nn.Module = nn.Identity()
         if conv:
             self.qkv, self.out = Conv1D(3 * HIDDEN, HIDDEN), Conv1D(HIDDEN, HIDDEN)
         else:
@@ -51,7 +53,7 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).split(self.width, -1)
-        return x + self.out(q.sin() * k.tanh() + v)
+        return x + self.out(self.drop(q.sin() * k.tanh() + v))
 
 
 class Model(nn.Module):
@@ -93,7 +95,9 @@ def _steps(reference: nn.Module, ours: nn.Module, mesh: Any, part: Any = None) -
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, ours)]
     for step in range(3):
         ids = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(step))
+        torch.manual_seed(step)
         wanted = reference(ids).square().mean()
+        torch.manual_seed(step)
         mine = ours(ids if part is None else part(ids))
         scale = wanted.new_tensor(1.0 / (4 * 8 * HIDDEN))
         (wanted).backward()
@@ -140,6 +144,25 @@ def _all_trained(rows: int, columns: int) -> dict[str, float]:
 def test_every_algorithm_multiplies_by_the_parts(rows: int, columns: int) -> None:
     for found in world.run(rows * columns, _all_trained, rows, columns):
         assert max(found.values()) < TOLERANCE, found
+
+
+def _dropped(rows: int, columns: int) -> float:
+    reference, mesh = model(), grid_mesh(rows, columns)
+    for layer in reference.layers:
+        layer.drop = nn.Dropout(0.3)
+    ours = copy.deepcopy(reference)
+    _parallelize(ours, mesh)
+    return _steps(on_one_device(reference), ours, mesh)
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
+def test_dropout_of_what_is_made_of_the_parts(rows: int, columns: int) -> None:
+    """It is as wide as one part here, of which no module beside gives the whole.
+
+    So it was taken for whole features, masked alike on every column, and refused by a module after
+    it that takes split ones.
+    """
+    assert max(world.run(rows * columns, _dropped, rows, columns)) < TOLERANCE
 
 
 def _under_fsdp() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -153,14 +153,14 @@ class Grid:
         """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way.
 
         Of two streams, an encoder's and a decoder's, those that were embedded last are under way.
-        What the user's code makes of the other is told by the graph, where there is one: by what is
-        certain of the tensors that it is made of, or else by the tokens that these were taken for.
+        What the user's code makes of the other is told by the graph, where there is one: by the
+        tensors that it is made of, which are certain or were taken for a part of some tokens.
         """
         sizes = self.sizes_of(x)
         if sizes is None and self.context.tokens is not None:
             made = made_of(x) or [said_of(x)]
-            told = _of_dims((one.sizes for one in made), x.ndim - 1)
-            told = told or _of_dims((one.under_way for one in made), x.ndim - 1)
+            told = {one.under_way if one.sizes is None else one.sizes for one in made}
+            told = {known for known in told if known is not None and len(known) == x.ndim - 1}
             sizes = told.pop() if len(told) == 1 else self.context.tokens
         return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
 
@@ -382,7 +382,3 @@ def _shards(placement: Placement, dim: int) -> bool:
 def _moves(dim: int, src: Layout, dst: Layout) -> bool:
     """Whether some axis starts or stops sharding ``dim``."""
     return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
-
-
-def _of_dims(told: Iterable[Sizes | None], dims: int) -> set[Sizes]:
-    return {sizes for sizes in told if sizes is not None and len(sizes) == dims}

@@ -34,7 +34,9 @@ def with_surroundings(entries: list[Entry]) -> list[Entry]:
             width, out_width = features_of(entry.module)
             taking[id(entry.parent)].append((width, style.input_layouts[1]))
             if style.use_local_output:
-                beside[id(entry.parent)].append((out_width, style.output_layouts[1]))
+                # Fused projections are handed out side by side, for the user's code to take apart.
+                for features in {out_width, out_width // getattr(style, "parts", 1)}:
+                    beside[id(entry.parent)].append((features, style.output_layouts[1]))
     told = []
     for entry in entries:
         if isinstance(entry.style, Dropout2D | DropoutInside | Local2D | Replicate):
