@@ -33,12 +33,14 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (
             nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4)
         )
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         def heads(y: Tensor, like: Tensor) -> Tensor:
-            return y.view(*like.shape[:2], -1, self.head_dim).transpose(1, 2)
+            return y.view(*like.shape[:2], -1, self.head_dim)
 
         q, k, v = (heads(w(y), y) for w, y in ((self.wq, x), (self.wk, memory), (self.wv, memory)))
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return self.wo(out.reshape(*x.shape[:2], -1))
 
@@ -159,7 +161,12 @@ def test_lengths_that_differ(rows: int, columns: int, local: bool) -> None:
 
 
 def _bare(
-    rows: int, columns: int, lengths: list[int], residual: bool, target_first: bool = False
+    rows: int,
+    columns: int,
+    lengths: list[int],
+    residual: bool,
+    target_first: bool = False,
+    norms: bool = False,
 ) -> float:
     torch.manual_seed(0)
     reference = EncoderDecoder().to(DOUBLE)
@@ -167,7 +174,12 @@ def _bare(
     for block in (reference.encoder[-1], *reference.decoder):
         block.residual = residual
     reference.memory_norm = nn.Identity()  # type: ignore[assignment]
-    model, entries = copy.deepcopy(reference), plan(True)
+    entries = plan(True)
+    for name, attention in list(reference.named_modules()) if norms else ():
+        if isinstance(attention, Attention):
+            attention.q_norm, attention.k_norm = nn.RMSNorm(2).to(DOUBLE), nn.RMSNorm(2).to(DOUBLE)
+            entries[f"{name}.[qk]_norm"] = torch_tp2d.Replicate(input_layouts=Shard(2))
+    model = copy.deepcopy(reference)
     del entries["memory_norm"]
     torch_tp2d.parallelize_module(model, grid_mesh(rows, columns), entries)
     return _differ(reference, model, lengths)
@@ -186,12 +198,14 @@ def test_an_encoder_that_ends_with_a_sum(rows: int, columns: int, lengths: list[
 
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 1), deep(1, 4)])
-def test_an_encoder_that_ends_with_a_linear(rows: int, columns: int) -> None:
+@pytest.mark.parametrize("norms", [False, True])
+def test_blocks_that_end_with_a_linear(rows: int, columns: int, norms: bool) -> None:
     """What a Linear makes of the user's own tensors has no certain sizes: these it was taken for.
 
-    It was held against the decoder's tokens, and refused by the ranks whose part differs.
+    An encoder's was held against the decoder's tokens, and refused by the ranks whose part differs.
+    So was, once values told the encoder's sizes and normalized heads other dims, a decoder's.
     """
-    for worst in run(rows * columns, _bare, rows, columns, [3, 7, 5], False):
+    for worst in run(rows * columns, _bare, rows, columns, [3, 7, 5], False, False, norms):
         assert worst < 1e-10
 
 

@@ -160,8 +160,10 @@ class Grid:
         if sizes is None and self.context.tokens is not None:
             made = made_of(x) or [said_of(x)]
             told = {one.under_way if one.sizes is None else one.sizes for one in made}
-            told = {known for known in told if known is not None and len(known) == x.ndim - 1}
-            sizes = told.pop() if len(told) == 1 else self.context.tokens
+            found = [known for known in told if known is not None and len(known) >= x.ndim - 1]
+            # Of queries and keys that are of two streams neither tells, and heads have more dims.
+            tokens = [a for a in found if len(a) < x.ndim and all(_among(a, b) for b in found)]
+            sizes = tokens[0] if tokens else self.context.tokens
         return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
 
     def begin(self, x: Tensor) -> None:
@@ -170,7 +172,7 @@ class Grid:
         Only where an embedding has written sizes. Models without one (vision) may regroup their
         tokens between modules, so that a module's sizes hold for nothing after it.
         """
-        sizes, known = self.sizes_of(x), self.context.tokens
+        sizes, known = self.tokens_of(x), self.context.tokens
         if sizes is not None and known is not None and len(sizes) == len(known):
             self.context.tokens = sizes
 
@@ -382,3 +384,9 @@ def _shards(placement: Placement, dim: int) -> bool:
 def _moves(dim: int, src: Layout, dst: Layout) -> bool:
     """Whether some axis starts or stops sharding ``dim``."""
     return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
+
+
+def _among(sizes: Sizes, others: Sizes) -> bool:
+    """Whether sizes stand in this order among others: of tokens, among those of their heads."""
+    rest = iter(others)
+    return all(size in rest for size in sizes)
