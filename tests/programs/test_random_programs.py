@@ -148,6 +148,12 @@ FOUND = {
         Op(what='change', index=11, how='foreach'), Op(what='hold'), Op(model=1, size=(3, 5),
         again='local', index=6), Op(what='backward', last=True)), fsdp='reshard')
     """,
+    # Values of the encoder's told the tokens of what they make of the decoder's queries.
+    "cross attention of cross attention": """
+        Program(grid=(1, 4), models=(Model(stream='tokens', embed=Embed(),
+        blocks=(Attention(residual=False, cross=True),), head=Head(features=2, out='tokens',
+        how=How(style='rowwise'))),), use=(Op(size=(5, 5), twice=(0,)),))
+    """,
 }
 """Programs that were wrong, or hung, as they were printed, simplified or not."""
 LARGE = "Program(grid=(3", "Program(grid=(2, 3"
