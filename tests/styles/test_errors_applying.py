@@ -232,7 +232,7 @@ MISTAKES = [
             ValueError,
             ("Embedding(10, 4", next(iter(option)), "make it without"),
         )
-        for style in (Rowwise2D, Colwise2D)
+        for style in (Rowwise2D, Colwise2D, torch_tp2d.Replicate)
         for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True})
     ),
     Mistake(

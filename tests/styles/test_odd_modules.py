@@ -513,6 +513,7 @@ def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
         Rowwise2D(),
         Colwise2D(output_layouts=Replicate()),
         Rowwise2D(use_local_output=False),
+        torch_tp2d.Replicate(),
         table,
     ):
         torch.manual_seed(0)
@@ -538,7 +539,10 @@ def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1)])
 def test_embeddings_that_do_more_than_look_up(rows: int, columns: int) -> None:
-    """They were refused, and Gemma's with them: what they do besides is done on the whole."""
+    """They were refused, and Gemma's with them: what they do besides is done on the whole.
+
+    A plain ``Replicate()`` took their ids for this row's, and refused them later.
+    """
     for seen in world.run(rows * columns, _oddly_embedded_rank, rows, columns):
         assert max(seen.values()) < 1e-12, seen
 

@@ -15,7 +15,7 @@ from ..styles.dropout import Dropout2D, DropoutInside
 from ..styles.lifted import Lifted
 from ..styles.linear import Colwise2D, Rowwise2D
 from ..styles.local import Local2D
-from ..styles.module_kinds import is_conv1d, is_embedding, is_linear
+from ..styles.module_kinds import embeds, is_conv1d, is_linear
 from ..styles.replicated import Replicate
 from ..styles.surroundings import Surroundings, is_of_features, width_of
 from .resolve import LINEAR_STYLES, Entry, features_of, nearest, unlifted
@@ -76,7 +76,7 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
         if not isinstance(style, LINEAR_STYLES):
             continue
         takes, gives = style.input_layouts[1], style.output_layouts[1]
-        if is_embedding(linear):
+        if embeds(linear):
             widths.add(int(linear.weight.shape[1]))
             streams |= {gives} & _STREAMS
         elif is_linear(linear) or is_conv1d(linear):

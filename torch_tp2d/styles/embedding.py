@@ -23,7 +23,21 @@ from .module_kinds import describe_module, is_embedding
 if TYPE_CHECKING:
     from .linear.options import MatmulOptions
 
-__all__ = ["EmbeddingRunner", "PatchRunner"]
+__all__ = ["EmbeddingRunner", "PatchRunner", "check_options"]
+
+
+def check_options(module: Any) -> None:
+    """Refuse options of ``nn.Embedding`` that a look-up on a grid leaves out.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+        if getattr(module, option):
+            raise ValueError(
+                f"{describe_module(module)}: {option} is not supported for an embedding on a mesh: "
+                f"make it without"
+            )
 
 
 class EmbeddingRunner(Runner):

@@ -24,9 +24,9 @@ from .base import (
     local_shards,
 )
 from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
-from .embedding import EmbeddingRunner
+from .embedding import EmbeddingRunner, check_options
 from .local_math import SumGrads, local_math, run_locally, settle_after_backward
-from .module_kinds import describe_module, is_embedding
+from .module_kinds import describe_module, embeds, is_embedding
 from .surroundings import UNKNOWN, Surroundings
 
 __all__ = ["Replicate", "WholeRunner"]
@@ -94,13 +94,22 @@ class Replicate(GridStyle):
         self.by_default = False
         self.surroundings = UNKNOWN
 
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        super().check(module, grid)
+        if self._looks_up(module):
+            check_options(module)
+
+    def _looks_up(self, module: nn.Module) -> bool:
+        """Whether ids are whole on every rank, as a pair says of an odd embedding by itself."""
+        return is_embedding(module) or (embeds(module) and not is_pair(self.given_layouts[0]))
+
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
         for owner in module.modules():
             for name, _ in owner.named_parameters(recurse=False):
                 yield owner, name, _WHOLE
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        if is_embedding(module):
+        if self._looks_up(module):
             return EmbeddingRunner(
                 "Replicate",
                 module,

@@ -12,7 +12,7 @@ from ...mesh.layouts import STATIONARY, TP_COL
 from ...ops.matmul import ALGORITHMS
 from ...planner.rates import known
 from ..base import Runner
-from ..embedding import EmbeddingRunner, PatchRunner
+from ..embedding import EmbeddingRunner, PatchRunner, check_options
 from ..module_kinds import describe_module, embeds, is_conv1d, is_linear, is_patch_embedding
 from .options import MatmulOptions
 from .runners import ChoosingRunner, LinearRunner, StationaryRunner
@@ -32,12 +32,7 @@ class MatmulStyle(MatmulOptions):
                     f"{style} is for nn.Linear and Conv1D, not {describe_module(module)}: use "
                     f"Rowwise2D or Colwise2D"
                 )
-            for option in ("max_norm", "sparse", "scale_grad_by_freq"):
-                if getattr(module, option):
-                    raise ValueError(
-                        f"{describe_module(module)}: {option} is not supported on a sharded "
-                        f"embedding: make it without"
-                    )
+            check_options(module)
             if self.algorithm not in ("auto", "collective"):
                 raise ValueError(
                     f"{describe_module(module)}: an embedding multiplies nothing, so algorithm "
