@@ -259,3 +259,87 @@ def test_two_sequences_of_other_lengths(rows: int, columns: int) -> None:
     for scale in (None, 2.0):
         for found in world.run(rows * columns, _two_sequences, rows, columns, scale):
             assert max(found.values()) < TOLERANCE, found
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Gemma's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3.0 * super().forward(input)
+
+
+class OffsetEmbedding(nn.Embedding):
+    """OPT's table of positions, of which the first two rows are not used."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return super().forward(positions + 2)
+
+
+class OddlyEmbedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = ScaledEmbedding(11, 8), OffsetEmbedding(6, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        return self.down(self.up(self.embed(ids) + self.positions(positions)).sin())
+
+
+class Projected(nn.Embedding):
+    """One with a parameter besides its table."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Unread(nn.Embedding):
+    """One whose table is read in another way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight[input]
+
+
+def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    mlp = {"up": Colwise2D(), "down": Rowwise2D(use_local_output=False)}
+    whole = Replicate(), Replicate()
+    table = torch_tp2d.Replicate(input_layouts=whole, output_layouts=Replicate())
+    seen = {}
+    for style in (
+        Rowwise2D(),
+        Colwise2D(output_layouts=Replicate()),
+        Rowwise2D(use_local_output=False),
+        torch_tp2d.Replicate(),
+        table,
+    ):
+        torch.manual_seed(0)
+        reference = OddlyEmbedded().double()
+        model = copy.deepcopy(reference)
+        torch_tp2d.parallelize_module(model, mesh, {"embed": style, "positions": style} | mlp)
+        ids = torch.arange(12).view(4, 3) % 11
+        wanted, y = reference(ids), model(ids)
+        wanted.sin().sum().backward()
+        y.sin().sum().backward()
+        seen[f"{style}: output"] = relative(y.full_tensor(), wanted)
+        for (name, ours), param in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            seen[f"{style}: {name}"] = relative(ours.grad.full_tensor(), param.grad)
+    with pytest.raises(TypeError, match="(?s)other parameters too.*torch_tp2d.Replicate"):
+        torch_tp2d.parallelize_module(Projected(11, 8), mesh, Rowwise2D())
+    unread = torch_tp2d.parallelize_module(Unread(11, 8), mesh, Rowwise2D())
+    with pytest.raises(ValueError, match="looked up its weight 0 times"):
+        unread(torch.arange(3))
+    return seen
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1)])
+def test_embeddings_that_do_more_than_look_up(rows: int, columns: int) -> None:
+    """They were refused, and Gemma's with them: what they do besides is done on the whole.
+
+    A plain ``Replicate()`` took their ids for this row's, and refused them later.
+    """
+    for seen in world.run(rows * columns, _oddly_embedded_rank, rows, columns):
+        assert max(seen.values()) < 1e-12, seen

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.utils import parametrizations, parametrize
@@ -463,87 +463,54 @@ def test_inputs_without_tokens_are_refused(grid: tuple[int, int]) -> None:
             table(torch.tensor(3))
 
 
-class ScaledEmbedding(nn.Embedding):
-    """Gemma's."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return 3.0 * super().forward(input)
-
-
-class OffsetEmbedding(nn.Embedding):
-    """OPT's table of positions, of which the first two rows are not used."""
-
-    def forward(self, positions: Tensor) -> Tensor:
-        return super().forward(positions + 2)
-
-
-class OddlyEmbedded(nn.Module):
+class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.positions = ScaledEmbedding(11, 8), OffsetEmbedding(6, 8)
-        self.mlp = Mlp()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        return self.mlp(self.embed(ids) + self.positions(positions))
-
-
-class Projected(nn.Embedding):
-    """One with a parameter besides its table."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.scale = nn.Parameter(torch.ones(()))
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
-class Unread(nn.Embedding):
-    """One whose table is read in another way."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.weight[input]
-
-
-def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
-    mesh = grid_mesh(rows, columns)
-    mlp = {"mlp.up": Colwise2D(), "mlp.down": Rowwise2D(use_local_output=False)}
-    whole = Replicate(), Replicate()
-    table = torch_tp2d.Replicate(input_layouts=whole, output_layouts=Replicate())
-    seen = {}
-    for style in (
-        Rowwise2D(),
-        Colwise2D(output_layouts=Replicate()),
-        Rowwise2D(use_local_output=False),
-        torch_tp2d.Replicate(),
-        table,
-    ):
-        torch.manual_seed(0)
-        reference = OddlyEmbedded().double()
-        model = copy.deepcopy(reference)
-        torch_tp2d.parallelize_module(model, mesh, {"embed": style, "positions": style} | mlp)
-        ids = torch.arange(12).view(4, 3) % 11
-        wanted, y = reference(ids), model(ids)
-        wanted.sin().sum().backward()
-        y.sin().sum().backward()
-        seen[f"{style}: output"] = relative(y.full_tensor(), wanted)
+def _attention_on_few_samples(row_dim: int) -> dict[str, float]:
+    mesh = grid_mesh(4, 1)
+    torch.manual_seed(0)
+    reference = nn.Sequential(_Attention(), nn.Linear(8, 5)).double()
+    model = copy.deepcopy(reference)
+    on: dict[str, Any] = {"row_dim": row_dim}
+    plan: dict[str, Any] = {
+        "0": Attention2D(**on),
+        "0.[qkv]": Colwise2D(**on),
+        "0.o": Rowwise2D(**on),
+        "1": Colwise2D(output_layouts=Replicate(), use_local_output=False, **on),
+    }
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    x = torch.randn(3, 3, 8, dtype=torch.float64)
+    wanted = reference(x)
+    y = model(distribute_tensor(x, mesh, (Shard(row_dim), Replicate())))
+    assert y.shape == wanted.shape
+    wanted.sin().sum().backward()
+    y.sin().sum().backward()
+    seen = {
+        name: relative(ours.grad.full_tensor(), param.grad)
         for (name, ours), param in zip(
             model.named_parameters(), reference.parameters(), strict=True
-        ):
-            seen[f"{style}: {name}"] = relative(ours.grad.full_tensor(), param.grad)
-    with pytest.raises(TypeError, match="(?s)other parameters too.*torch_tp2d.Replicate"):
-        torch_tp2d.parallelize_module(Projected(11, 8), mesh, Rowwise2D())
-    unread = torch_tp2d.parallelize_module(Unread(11, 8), mesh, Rowwise2D())
-    with pytest.raises(ValueError, match="looked up its weight 0 times"):
-        unread(torch.arange(3))
-    return seen
+        )
+        if name != "0.k.bias"  # Zero, as softmax does not see it.
+    }
+    return seen | {"output": relative(y.full_tensor(), wanted)}
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1)])
-def test_embeddings_that_do_more_than_look_up(rows: int, columns: int) -> None:
-    """They were refused, and Gemma's with them: what they do besides is done on the whole.
+@pytest.mark.parametrize("row_dim", [0, 1])
+def test_attention_on_a_row_without_tokens_in_a_model_without_an_embedding(row_dim: int) -> None:
+    """What stood in for none left the attention with its output and was taken for a fourth token.
 
-    A plain ``Replicate()`` took their ids for this row's, and refused them later.
+    Inside, the sizes of the DTensor that it was given tell it from others; after it nothing does.
+    The loss had a token more than there are.
     """
-    for seen in world.run(rows * columns, _oddly_embedded_rank, rows, columns):
+    for seen in world.run(4, _attention_on_few_samples, row_dim):
         assert max(seen.values()) < 1e-12, seen
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
+from ..._torch_compat import tree_map_only
 from ...mesh.grid import Grid, describe_mesh
+from ...mesh.handed import hand_out, said_of
 from ..base import Resolved, Runner
 from ..intercept import Intercept
 from ..masks import Masks
@@ -53,12 +55,30 @@ class AttentionRunner(Runner):
         known, around = context.tokens, context.in_attention
         context.in_attention = True
         try:
-            return self._run(module, forward, *args, **kwargs)
+            result = self._run(module, forward, *args, **kwargs)
+            return self._without_stand_in(result) if known is None else result
         finally:
             context.in_attention = around
             if known is None:
                 # No embedding writes sizes anew: these hold in this module, not in the next pass.
                 context.tokens = None
+
+    def _without_stand_in(self, result: Any) -> Any:
+        """What the module gives, less the token that stands in for none in it.
+
+        Its sizes were those of a DTensor, and nothing after it could tell the token from others.
+        """
+        tokens, row, dim = self.grid.context.tokens, self.grid.row, self.row_dim
+        if tokens is None or row.split(tokens[dim])[row.index] or not tokens[dim]:
+            return result
+
+        def without(x: Tensor) -> Tensor:
+            # Of weights [batch, heads, queries, keys] a row that splits the sequence gives none.
+            if isinstance(x, DTensor) or x.ndim not in (3, 4 - dim) or x.shape[dim] != 1:
+                return x
+            return hand_out(x.narrow(dim, 0, 0), said_of(x))
+
+        return tree_map_only(Tensor, without, result)
 
     def _run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens = Tokens(self, module, _hidden_states(module, args, kwargs))
