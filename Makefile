@@ -19,7 +19,7 @@ TRAIN_FLAGS ?=
 # One thread a process: the processes share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test data clean
+.PHONY: train test docs data clean
 
 train: $(VENV)/.tutorials data
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) tutorials/train_gpt2.py \
@@ -35,6 +35,9 @@ test: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(if $(DEEP),--deep)
 
+docs: $(VENV)/.test
+	$(BIN)/python -m sphinx -W docs docs/_build
+
 # torch by exact version and first: left to the extras, pip may choose another build of it.
 $(VENV)/.torch: $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,8 +49,8 @@ $(VENV)/.tutorials: pyproject.toml $(VENV)/.torch
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	$(PIP) install --quiet --editable '.[test,tutorials]'
+	$(PIP) install --quiet --editable '.[test,tutorials,docs]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) tutorials/.data
+	rm -rf $(VENV) tutorials/.data docs/_build

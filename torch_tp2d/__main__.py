@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import describe, suggest
+from . import __version__, describe, suggest
 from .planner.describe import OPTIMIZERS
 from .planner.machine import DEVICES, calibrate, read_link
 
@@ -107,6 +107,11 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="python -m torch_tp2d",
         description="What a mesh and a plan do to a model, and which to choose.",
+    )
+    whole.add_argument(
+        "--version",
+        action="version",
+        version=f"torch_tp2d {__version__}, torch {torch.__version__}",
     )
     commands = whole.add_subparsers(dest="command", required=True)
     described = commands.add_parser("describe", help="bytes, shapes and memory, module by module")

@@ -54,6 +54,7 @@ def test_every_direct_requirement_is_pinned_in_its_range() -> None:
         *project["project"]["dependencies"],
         *extras["test"],
         *extras["tutorials"],
+        *extras["docs"],
     ]
     for text in wanted:
         wants = requirements.Requirement(text)
