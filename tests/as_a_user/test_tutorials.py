@@ -124,6 +124,33 @@ class TestScripts:
         assert agrees(torchrun(4, "llama2_tp2d.py", *args, "--dtype", "fp64", *options.split()))
 
     @pytest.mark.deep
+    def test_from_one_checkpoint_of_hugging_face_to_another(self, tmp_path: Path) -> None:
+        """On FSDP2 x a line, and on a grid: the same losses, and transformers' own logits."""
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 64}
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+        np.save(tmp_path / "model" / "train.npy", (np.arange(5000) * 7 % 101).astype(np.uint16))
+        args = ("--model", tmp_path / "model", "--seq", 16, "--lr", 1e-2, "--recompute")
+        said = {}
+        for name, options in {"fsdp": "--dp 2 --grid 1x2", "grid": "--grid 2x2"}.items():
+            checkpoint = ("--checkpoint", tmp_path / name)
+            for steps in (2, 4):
+                export = ("--steps", steps, "--export", tmp_path / f"{name}-{steps}")
+                output = torchrun(
+                    4, "finetune_hf.py", *args, *options.split(), *checkpoint, *export
+                )
+                assert "logits in plain transformers differ by" in output
+                assert ("resumed at step 2" in output) == (steps == 4)
+                said[name, steps] = [line.partition(",")[0] for line in losses(output)]
+        assert said["fsdp", 2] == said["grid", 2]
+        assert said["fsdp", 4] == said["grid", 4]
+        values = [float(line.split()[-1]) for line in said["grid", 2] + said["grid", 4]]
+        assert len(values) == 4 and values[-1] < values[0]
+
+    @pytest.mark.deep
     @pytest.mark.parametrize("plan", ["1d", "1d-sp", "2d", "bmr"])
     def test_gpt2(self, plan: str, tokens: Path) -> None:
         args = ("--data", tokens, "--steps", 2, "--seq", 8, "--batch", 4, "--verify")
