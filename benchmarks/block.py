@@ -177,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "ranks": world,
                 "rate": rate,
                 **asdict(sizes),
+                "dtype": str(sizes.dtype),
                 "grids": args.grid,
                 "backend": args.backend,
                 "repeats": args.repeats,

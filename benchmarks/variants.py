@@ -79,6 +79,8 @@ class Sizes:
     heads: int
     batch: int
     seq: int
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
     @property
     def elements(self) -> int:
@@ -208,7 +210,7 @@ def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 def build_line(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:
     """The stock plans on a line of all ranks."""
     _, world = grid
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(x.device.type, (world,), mesh_dim_names=("tp",))
     if name == "tp-sp":
         parallelize_module(model, mesh, sequence_plan(ColwiseParallel, RowwiseParallel))
         around = exchanged_reduce_scatters if efficient else nullcontext
@@ -220,7 +222,7 @@ def build_line(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) 
 def build_fsdp(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:
     """FSDP2 alone."""
     world, _ = grid
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(x.device.type, (world,), mesh_dim_names=("dp",))
     variant = Variant(name, model, part(x, 0, mesh), Share(world, 1), gradient_scale=world)
     shard_blocks(model, mesh, kept=name.endswith(KEPT))
     if efficient:
@@ -231,7 +233,7 @@ def build_fsdp(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) 
 def build_fsdp_grid(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:
     """FSDP2 over tensor parallelism."""
     rows, columns = grid
-    both = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh(x.device.type, grid, mesh_dim_names=("dp", "tp"))
     x = part(x, 0, both["dp"])
     title = titled(name, grid)
     if name.removesuffix(KEPT) == "fsdp-sp":
@@ -254,7 +256,7 @@ def build_context(name: str, model: Model, x: Tensor, grid: Grid, efficient: boo
     rows, tp = grid
     if rows * tp != dist.get_world_size() or tp == 1:
         raise NotRunnable(f"{name} needs an even number of ranks, 4 or more")
-    both = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh(x.device.type, grid, mesh_dim_names=("dp", "tp"))
     parallelize_module(model, both["tp"], line_plan())
     variant = Variant(name, model, x, Share(*grid), copies=tp, gradient_scale=rows, tentative=True)
     variant.around = partial(context_parallel, both["dp"], buffers=[x], buffer_seq_dims=[1])
@@ -271,7 +273,7 @@ def build_grid(name: str, model: Model, x: Tensor, grid: Grid) -> Variant:
     plan = sequence_plan(
         partial(torch_tp2d.Colwise2D, **options), partial(torch_tp2d.Rowwise2D, **options)
     )
-    mesh = init_device_mesh("cpu", grid, mesh_dim_names=("tp_row", "tp_col"))
+    mesh = init_device_mesh(x.device.type, grid, mesh_dim_names=("tp_row", "tp_col"))
     try:
         torch_tp2d.parallelize_module(model, mesh, plan)
     except ValueError as error:
@@ -283,7 +285,15 @@ def build_grid(name: str, model: Model, x: Tensor, grid: Grid) -> Variant:
 def fresh_model(sizes: Sizes, parts: int = 1) -> Model:
     """The same weights each time, on every rank."""
     torch.manual_seed(SEED)
-    return Model(sizes.layers, sizes.hidden, sizes.heads, parts)
+    model = Model(sizes.layers, sizes.hidden, sizes.heads, parts)
+    return model.to(sizes.device, sizes.dtype)
+
+
+def global_input(sizes: Sizes) -> Tensor:
+    """The same on every rank, ``[batch, seq, hidden]``."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    x = torch.randn(sizes.batch, sizes.seq, sizes.hidden, generator=generator)
+    return x.to(sizes.device, sizes.dtype)
 
 
 def stock_meshes(name: str, grids: Sequence[Grid], world: int) -> list[Grid]:
@@ -319,8 +329,7 @@ def build(
 
     Returns them, and for each plan that cannot run the reason why.
     """
-    generator = torch.Generator().manual_seed(SEED + 1)
-    x = torch.randn(sizes.batch, sizes.seq, sizes.hidden, generator=generator)
+    x = global_input(sizes)
     variants: list[Variant] = []
     refused: dict[str, str] = {}
     for name in names:
@@ -353,4 +362,4 @@ def build_share(share: Share, sizes: Sizes) -> Variant:
                 module.register_forward_hook(lambda _, __, y: y[:, :kept])
     generator = torch.Generator().manual_seed(SEED + 2)
     x = torch.randn(sizes.batch // share.rows, kept, sizes.hidden, generator=generator)
-    return Variant("compute alone", model, x, share)
+    return Variant("compute alone", model, x.to(sizes.device, sizes.dtype), share)

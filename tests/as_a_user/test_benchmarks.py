@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import compare
 import convergence
+import gpu
 import hf_speed
 import measure
 import plot
@@ -238,3 +241,22 @@ class TestHuggingFace:
         lines = hf_speed.table({"gpt2": {"plans": plans}, "t5": {"failed": "exit status 1"}})
         assert "2.00 (1.80..2.20)" in lines and "1.84" in lines
         assert lines.endswith("exit status 1")
+
+
+class TestOnGpus:
+    def test_time_that_nothing_hides(self) -> None:
+        spans = gpu.merged([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
+        assert spans == [(0.0, 3.0), (5.0, 6.0)]
+        assert gpu.common(spans, [(2.0, 5.5)]) == pytest.approx(1.5)
+
+    @pytest.mark.deep
+    def test_the_script_on_processes_without_a_gpu(self, tmp_path: Path) -> None:
+        """Nobody could run it where it is for: here at least it reaches its end."""
+        root, out = Path(__file__).resolve().parents[2], tmp_path / "gpu.json"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        sizes = "--hidden 32 --heads 4 --seq 16 --batch 4 --layers 1".split()
+        command = [*torchrun, "--nproc-per-node=2", "benchmarks/gpu.py", f"--out={out}", *sizes]
+        subprocess.run(command, check=True, cwd=root, timeout=300)
+        report = json.loads(out.read_text())
+        assert set(report["parity"]) == {"1x2", "2x1"}
+        assert {"tp2d 1x2", "tp2d 2x1", "tp-sp", "fsdp-kept"} <= set(report["seconds"])
