@@ -173,16 +173,19 @@ def _ready(rows: int, columns: int) -> list[str]:
         moved = _sum((*found.forward, *found.backward))
         if _counted(counter) != _predicted(moved):
             wrong.append(f"{name}: counted {_counted(counter)}, predicted {_predicted(moved)}")
-        gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            step()
+        # What was sent is held until it has arrived, which is another moment every time.
+        most = 0
+        for _ in range(3):
+            gc.collect()
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                step()
+            most = max(most, _peak(seen))
         parameters = sum(
             p.to_local().numel() * p.element_size()  # type: ignore[attr-defined]
             for p in model.parameters()
         )
         inputs = {id(x): x.numel() * x.element_size() for x in given.values()}
-        peak = parameters + sum(inputs.values()) + _peak(seen)
-        # What was sent is held until it has arrived, which is another moment every time.
+        peak = parameters + sum(inputs.values()) + most
         if abs(found.memory.peak / peak - 1) > 0.05:
             wrong.append(f"{name}: peak {peak}, predicted {found.memory}")
     return wrong

