@@ -118,7 +118,7 @@ class Grid:
 
         None if none has, or one on other axes, in whose terms alone the layout can be said.
         """
-        _, layout, axes, _ = said_of(x)
+        _, layout, axes, *_ = said_of(x)
         if layout is None or axes is None or axes == self.axes:
             return layout
         row, col = on_mesh(normalize(layout, x.ndim), axes)
@@ -135,7 +135,7 @@ class Grid:
 
         Every rank sees the same.
         """
-        _, layout, axes, _ = said_of(x)
+        _, layout, axes, *_ = said_of(x)
         if layout is None or axes is None or (axes == self.axes and layout == declared):
             return None
         handed, declared = (
@@ -272,10 +272,17 @@ class Grid:
             dim = self._empty_here(known, x.ndim, layout, self.col)
             if dim is None or x.shape[dim] != 1:
                 return x
-        return hand_out(x.narrow(dim, 0, 0), Handed(self.sizes_of(x), layout, self.axes, known))
+        told = Handed(self.sizes_of(x), layout, self.axes, known, said_of(x).shares)
+        return hand_out(x.narrow(dim, 0, 0), told)
 
     def with_stand_in(
-        self, x: Tensor, layout: Layout, sizes: Sizes | None, *, given: Tensor | None = None
+        self,
+        x: Tensor,
+        layout: Layout,
+        sizes: Sizes | None,
+        *,
+        given: Tensor | None = None,
+        shares: tuple[bool, bool] = (False, False),
     ) -> Tensor:
         """A local tensor for the user's code between two styles.
 
@@ -289,6 +296,7 @@ class Grid:
             given: what ``x`` was made of. If that is local it came, maybe, from a style on other
                 axes: where it holds no token none stands in for them here either, and where one
                 stands in that another axis has none of, one does here.
+            shares: see :class:`Handed`.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
@@ -302,7 +310,7 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        return hand_out(x, Handed(sizes, layout, self.axes, known))
+        return hand_out(x, Handed(sizes, layout, self.axes, known, shares))
 
     def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""

@@ -23,6 +23,8 @@ class Handed(NamedTuple):
     axes: Axes | None = None
     under_way: Sizes | None = None
     """Where they are not: those of the tokens that it was taken for a part of."""
+    shares: tuple[bool, bool] = (False, False)
+    """Along tp_row and tp_col: whether ranks that hold the same have shares of its gradient."""
 
 
 _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")

@@ -355,7 +355,7 @@ class Exit:
             y, src, wanted, features=features, shape=shape, partial_grad=(shares[0], shares[1])
         )
         if self.use_local_output:
-            return grid.with_stand_in(y, wanted, sizes)
+            return grid.with_stand_in(y, wanted, sizes, shares=(shares[0], shares[1]))
         return to_dtensor(y, wanted, grid, shape, features)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import Grid, describe_mesh
+from ..mesh.handed import said_of
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
 from .base import GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
@@ -144,10 +145,12 @@ class _LocalRunner(Runner):
         """Whether the columns see different features or heads, so that gradients are shares."""
         if not self.has_whole or self.grid.col.size == 1:
             return False
-        if self.declared is not None:
-            return isinstance(self.declared[1], Shard)
         tensors = (x for x in values if isinstance(x, Tensor) and x.is_floating_point())
         x = next(tensors, None)
+        if x is not None and said_of(x).shares[1]:
+            return True
+        if self.declared is not None:
+            return isinstance(self.declared[1], Shard)
         if x is None or isinstance(x, DTensor):
             return False
         handed = self.grid.handed(x)

@@ -212,7 +212,7 @@ class Masks:
     def _of_features(self, x: Tensor) -> set[bool]:
         """Whether ``tp_col`` splits the features that styles handed out and ``x`` is made of."""
         found = set()
-        for sizes, layout, axes, _ in made_of(x):
+        for sizes, layout, axes, *_ in made_of(x):
             if layout is not None and axes == self.grid.axes:
                 on_col = layout[1] if sizes is None else normalize(layout, len(sizes) + 1)[1]
                 of_last = sizes is not None and on_col == Shard(len(sizes))

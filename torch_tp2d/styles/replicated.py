@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import parameters_of
 from ..mesh.grid import Grid, describe_mesh
+from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
 from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import (
@@ -197,6 +198,8 @@ class WholeRunner(Runner):
             declared = self.declared
             if self.surroundings.sees_heads(module, x, self.grid):
                 return run_locally(_own(module), forward, args, kwargs, self.grid)
+            if self._sees_shares(x):
+                return self._of_shares(module, forward, x, args, kwargs, use_local)
             if declared is None:
                 declared = self.grid.handed(x)
             else:
@@ -254,6 +257,32 @@ class WholeRunner(Runner):
         layout = self.grid.layout(y, self.row_dim)
         local = y.to_local(grad_placements=self._grad_placements(given, layout))
         return self.grid.with_stand_in(local, layout, self.grid.sizes_of(y), given=given)
+
+    def _sees_shares(self, x: Tensor) -> bool:
+        """Whether ranks that hold the same of ``x`` hand back shares of its gradient.
+
+        Keys that do not divide, of which each column uses its own queries' heads; positions, which
+        each row adds to its own tokens. The module's gradients are shares there, too.
+        """
+        said = said_of(x)
+        whole = said.layout is not None and Shard(x.ndim - 1) not in normalize(said.layout, x.ndim)
+        return any(said.shares) and whole
+
+    def _of_shares(
+        self, module: Any, forward: Any, x: Tensor, args: Any, kwargs: Any, use_local: bool
+    ) -> Any:
+        said = said_of(x)
+        if not use_local:
+            raise ValueError(
+                f"{self.here} is given a tensor {tuple(x.shape)} that is whole on ranks which hand "
+                f"back shares of its gradient, as keys that do not divide are: a DTensor cannot "
+                f"say so, so hand on a local tensor, use_local_output=True"
+            )
+        assert said.layout is not None
+        on_col = said.shares[1] or isinstance(said.layout[1], Shard)
+        y = run_locally(_own(module), forward, args, kwargs, self.grid, shares_on_col=on_col)
+        alike = isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1]
+        return hand_out(y, said) if alike else y
 
     def _grad_placements(self, given: Tensor, layout: Layout) -> tuple[Placement, Placement] | None:
         """Of a local output, where its gradients are shares though it is whole."""
