@@ -198,7 +198,7 @@ def test_an_encoder_that_ends_with_a_sum(rows: int, columns: int, lengths: list[
 
 
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 1), deep(1, 4)])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("norms", [deep(False), True])
 def test_blocks_that_end_with_a_linear(rows: int, columns: int, norms: bool) -> None:
     """What a Linear makes of the user's own tensors has no certain sizes: these it was taken for.
 
@@ -209,7 +209,7 @@ def test_blocks_that_end_with_a_linear(rows: int, columns: int, norms: bool) -> 
         assert worst < 1e-10
 
 
-@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("residual", [deep(True), False])
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 1), deep(1, 4)])
 def test_a_decoder_that_is_embedded_first(rows: int, columns: int, residual: bool) -> None:
     for worst in run(rows * columns, _bare, rows, columns, [3, 7, 5], residual, True):

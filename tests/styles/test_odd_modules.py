@@ -503,7 +503,7 @@ def _attention_on_few_samples(row_dim: int) -> dict[str, float]:
     return seen | {"output": relative(y.full_tensor(), wanted)}
 
 
-@pytest.mark.parametrize("row_dim", [0, 1])
+@pytest.mark.parametrize("row_dim", [0, deep(1)])
 def test_attention_on_a_row_without_tokens_in_a_model_without_an_embedding(row_dim: int) -> None:
     """What stood in for none left the attention with its output and was taken for a fourth token.
 
