@@ -64,7 +64,7 @@ from measure import (
     table,
     warm_up,
 )
-from variants import OURS, STOCK_PLANS, Sizes, build, build_share
+from variants import OURS, STOCK_PLANS, Sizes, build, build_share, grids_of
 
 from torch_tp2d.comm.groups import BACKEND
 
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.init_process_group(args.backend)
     world = dist.get_world_size()
     if args.grid is None:
-        args.grid = [(rows, world // rows) for rows in range(1, world + 1) if world % rows == 0]
+        args.grid = grids_of(world)
     sizes = Sizes(args.layers, args.hidden, args.heads, args.batch, args.seq)
     if dist.get_rank() == 0:
         print(

@@ -50,6 +50,7 @@ from variants import (
     build_stock,
     fresh_model,
     global_input,
+    grids_of,
     stock_meshes,
     titled,
 )
@@ -73,11 +74,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences, all ranks together (8)")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of one sequence (2048)")
     return parser.parse_args(argv)
-
-
-def grids_of(world: int) -> list[tuple[int, int]]:
-    """Every grid of so many ranks."""
-    return [(rows, world // rows) for rows in range(1, world + 1) if world % rows == 0]
 
 
 def parity(device: torch.device, grid: tuple[int, int]) -> float:

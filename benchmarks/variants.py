@@ -60,6 +60,11 @@ Grid = tuple[int, int]
 """Rows and columns."""
 
 
+def grids_of(world: int) -> list[Grid]:
+    """Every grid of so many ranks."""
+    return [(rows, world // rows) for rows in range(1, world + 1) if world % rows == 0]
+
+
 def titled(name: str, grid: Grid) -> str:
     """The name of a plan, with its grid where it may have several."""
     on_grids = name in GRID_PLANS or name.partition(":")[0] == OURS

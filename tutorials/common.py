@@ -248,24 +248,6 @@ def wrap_layers(
         fully_shard(model, mesh=mesh["dp"])
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint after so many steps lies."""
-    return folder / f"step-{step:08d}"
-
-
-def newest_checkpoint(folder: Path, device: torch.device) -> Path | None:
-    """The last checkpoint that was written to its end, as rank 0 sees it.
-
-    DCP writes the metadata last, so that a checkpoint which was killed on the way has none. One
-    rank decides: a file system may show the file on one host earlier than on another.
-    """
-    names = (path.parent.name for path in folder.glob("step-*/.metadata"))
-    steps = (int(name.removeprefix("step-")) for name in names)
-    newest = torch.tensor(max(steps, default=0), device=device)
-    dist.broadcast(newest, 0)
-    return step_folder(folder, int(newest)) if newest else None
-
-
 class Learner:
     """A model, its optimizer, and one step of training: the same code for one device or many.
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from common import (
     DTYPES,
     check_world,
@@ -31,11 +32,9 @@ from common import (
     make_mesh,
     make_parser,
     mean_over,
-    newest_checkpoint,
     positive,
     say,
     share_of,
-    step_folder,
     warm_up_and_fall,
     whole,
 )
@@ -47,8 +46,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -145,23 +142,6 @@ class Training:
         return torch.autocast(self.mesh.device_type, torch.bfloat16)
 
 
-def save(folder: Path, training: Training, step: int, position: int) -> None:
-    model, optimizer = get_state_dict(training.model, training.optimizer)
-    state = {"model": model, "optimizer": optimizer, "position": position}
-    dcp.save(state, checkpoint_id=step_folder(folder, step))
-
-
-def resume(path: Path, training: Training) -> int:
-    """Fills the model and its optimizer; returns the data's position."""
-    model, optimizer = get_state_dict(training.model, training.optimizer)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "position": 0}
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        training.model, training.optimizer, model_state_dict=model, optim_state_dict=optimizer
-    )
-    return int(state["position"])
-
-
 def export(args: argparse.Namespace, model: nn.Module, ids: Tensor) -> bool:
     """Writes a checkpoint that plain transformers loads; returns whether it is the model."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -215,8 +195,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     batches = Batches(tokens, args.batch, args.seq, args.seed)
     first = 0
     if args.checkpoint and (found := newest_checkpoint(args.checkpoint, device)):
-        first = int(found.name.removeprefix("step-"))
-        batches.position = resume(found, training)
+        first, batches.position = load_checkpoint(found, model, training.optimizer)
         say(f"resumed at step {first}")
     count = sum(param.numel() for param in model.parameters())
     for step in range(first, args.steps):
@@ -241,7 +220,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
             f"{peak_memory(device) / 2**20:.0f} MiB"
         )
     if args.checkpoint and first < args.steps:
-        save(args.checkpoint, training, args.steps, batches.position)
+        save_checkpoint(args.checkpoint, model, training.optimizer, args.steps, batches.position)
     if args.export is None:
         return True
     ids = torch.from_numpy(tokens[: args.seq].astype(np.int64)).to(device).view(1, -1)

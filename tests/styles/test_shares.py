@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
 import torch_tp2d
 from support.marks import deep
-from support.models import grid_mesh, relative
+from support.models import RMSNorm, grid_mesh, noise, relative
 from support.world import run
 from torch_tp2d import (
     Attention2D,
@@ -25,17 +25,6 @@ from torch_tp2d import (
 )
 
 HIDDEN, HEAD, HEADS, KEY_HEADS, VOCAB = 16, 4, 4, 2, 11
-
-
-class OlmoNorm(nn.Module):
-    """A norm of somebody's own, over all heads together."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class Attention(nn.Module):
@@ -74,10 +63,10 @@ def _trained(rows: int, columns: int) -> dict[str, float]:
     stream = {"output_layouts": Shard(1), "use_local_output": True}
     q, kv, o = attention_projections(HEADS, KEY_HEADS, columns, **stream)
     split = KEY_HEADS % columns == 0
-    for norm in (OlmoNorm, nn.LayerNorm):
+    for norm in (RMSNorm, nn.LayerNorm):
         for style in (None, torch_tp2d.Replicate(), Local2D()):
             # Of keys that are split the norm needs a sum along tp_col: a DTensor has it.
-            if split and not (norm is OlmoNorm and style is None):
+            if split and not (norm is RMSNorm and style is None):
                 continue
             plan = {
                 "embed": Rowwise2D(output_layouts=Shard(1)),
@@ -104,6 +93,98 @@ def _trained(rows: int, columns: int) -> dict[str, float]:
     return seen
 
 
+class Positions(nn.Module):
+    """A table looked up by a module of somebody's own, which Replicate() runs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 9 * HIDDEN).view(9, HIDDEN))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.table[positions]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.positions = nn.Embedding(VOCAB, HIDDEN), Positions()
+        self.norm, self.scale = RMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.positions(torch.arange(ids.shape[1])))
+        return self.embed(ids) + self.scale(x)
+
+
+def _of_own_tables(rows: int, columns: int) -> dict[str, float]:
+    mesh, seen = grid_mesh(rows, columns), {}
+    for style in (torch_tp2d.Replicate, Local2D):
+        plan = {
+            "embed": Rowwise2D(output_layouts=Replicate(), use_local_output=True),
+            "positions": torch_tp2d.Replicate(input_layouts=(Replicate(), Replicate())),
+            "norm": style(),
+            "scale": style(),
+        }
+        one = Small().double()
+        several = parallelize_module(copy.deepcopy(one), mesh, plan)
+        ids = torch.randint(0, VOCAB, (4, 7), generator=torch.Generator().manual_seed(0))
+        one(ids).sin().sum().backward()
+        y = several(ids)
+        y.sin().sum().backward()
+        for (name, a), b in zip(one.named_parameters(), several.parameters(), strict=True):
+            seen[f"{style.__name__} {name}"] = relative(b.grad.full_tensor(), a.grad)
+    return seen
+
+
+def _whole_with_shares(rows: int, columns: int) -> dict[str, float]:
+    """Each row and column takes a loss of its own of what a norm hands on whole."""
+    mesh, seen = grid_mesh(rows, columns), {}
+    for norm in (RMSNorm, nn.LayerNorm):
+        one = norm(HIDDEN).double()
+        style = torch_tp2d.Replicate(
+            input_layouts=(Replicate(), Replicate()), grad_layouts=(Partial(), Partial())
+        )
+        several = parallelize_module(copy.deepcopy(one), mesh, style)
+        x, local = (noise(4, HIDDEN).requires_grad_() for _ in range(2))
+        losses = [(rank + 1) * one(x).sin().sum() for rank in range(rows * columns)]
+        torch.stack(losses).sum().backward()
+        ((mesh.get_rank() + 1) * several(local).sin().sum()).backward()
+        seen[f"{norm.__name__} input"] = relative(local.grad, x.grad)
+        for (name, a), b in zip(one.named_parameters(), several.parameters(), strict=True):
+            seen[f"{norm.__name__} {name}"] = relative(b.grad.full_tensor(), a.grad)
+    return seen
+
+
+def _refused(rows: int, columns: int) -> list[str]:
+    mesh, messages = grid_mesh(rows, columns), []
+    stream = {"output_layouts": Shard(1), "use_local_output": True}
+    q, kv, o = attention_projections(HEADS, KEY_HEADS, columns, **stream)
+    for given in (
+        {"output_layouts": Shard(1)},
+        {"use_local_output": False},
+        {"grad_layouts": (Partial(), Replicate())},
+        {"input_layouts": Shard(1)},
+    ):
+        plan = {
+            "embed": Rowwise2D(output_layouts=Shard(1)),
+            "positions": Rowwise2D(output_layouts=(Replicate(), Shard(0))),
+            "norm": SequenceParallel(),
+            "position_norm": torch_tp2d.Replicate(),
+            "attention": Attention2D(),
+            "attention.q": q,
+            "attention.[kv]": kv,
+            "attention.k_norm": torch_tp2d.Replicate(**given),
+            "attention.o": o,
+        }
+        model = parallelize_module(Model(RMSNorm).double(), mesh, plan)
+        try:
+            model(torch.zeros(4, 7, dtype=torch.long))
+            messages.append("ran")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 @pytest.mark.parametrize("rows,columns", [(1, 4), (2, 2), deep(4, 1), deep(2, 4)])
 def test_norms_of_whole_keys_and_of_positions(rows: int, columns: int) -> None:
     """Keys that do not divide are whole on each column, which uses them for its own queries.
@@ -114,3 +195,27 @@ def test_norms_of_whole_keys_and_of_positions(rows: int, columns: int) -> None:
     """
     for seen in run(rows * columns, _trained, rows, columns):
         assert max(seen.values()) < 1e-11, {k: v for k, v in seen.items() if v > 1e-11}
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1)])
+def test_norms_of_what_a_module_of_ids_hands_on(rows: int, columns: int) -> None:
+    """Replicate() on a module of ids hands on shares of a gradient, and did not say so.
+
+    A norm after it had no sum along tp_row.
+    """
+    for seen in run(rows * columns, _of_own_tables, rows, columns):
+        assert max(seen.values()) < 1e-11, seen
+
+
+def test_grad_layouts_hold_for_torch_norms_too() -> None:
+    """Replicate(grad_layouts=) was left out without a word where torch's own norm runs locally."""
+    for seen in run(4, _whole_with_shares, 2, 2):
+        assert max(seen.values()) < 1e-11, seen
+
+
+def test_only_the_like_of_a_share_is_handed_on() -> None:
+    """Replicate() left out the output_layouts that it was given there, without a word."""
+    for messages in run(4, _refused, 1, 4):
+        *asked, declared = messages
+        assert all("gradient is a share of each rank's along ['tp_col']" in m for m in asked), asked
+        assert "hands on one of shape" in declared

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_tp2d
 from support.marks import deep
-from support.models import grid_mesh, relative
+from support.models import RMSNorm, grid_mesh, relative
 from support.world import run
 from torch_tp2d import (
     Attention2D,
@@ -35,17 +35,6 @@ from torch_tp2d import (
 
 TOLERANCE = 1e-11
 HIDDEN, HEAD, VOCAB = 12, 4, 11
-
-
-class RMSNorm(nn.Module):
-    """A norm of somebody's own, as Qwen3's and Gemma 3's are."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 class Attention(nn.Module):

@@ -41,6 +41,17 @@ class DoubleTransformer(Transformer):
         return self.output(self.norm(h))
 
 
+class RMSNorm(nn.Module):
+    """A norm of somebody's own, as Qwen3's, Gemma 3's and OLMo 2's are."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
 def grid_mesh(rows: int, columns: int) -> DeviceMesh:
     return init_device_mesh("cpu", (rows, columns), mesh_dim_names=("tp_row", "tp_col"))
 

@@ -14,7 +14,7 @@ from ..comm import Axis, Pending, all_gather, link_of, transport_of
 from ..comm.groups import own_group
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh
 
-__all__ = ["Axes", "ask_sizes", "check_mesh", "flat_axis", "on_mesh", "part_of"]
+__all__ = ["Axes", "ask_sizes", "check_mesh", "flat_axis", "names_of", "on_mesh", "part_of"]
 
 Axes = str | tuple[str, ...]
 
@@ -89,6 +89,14 @@ def on_mesh(layout: Layout, axes: Axes) -> Layout:
     if axes == TP_ROW:
         return col, row
     return (row, col) if axes == TP_COL else (col, col)
+
+
+def names_of(axes: Axes) -> tuple[frozenset[str], frozenset[str]]:
+    """The mesh axes that are the row and the column in the terms of ``axes``."""
+    row, col = frozenset((TP_ROW,)), frozenset((TP_COL,))
+    if axes == TP_ROW:
+        return col, row
+    return (row, col) if axes == TP_COL else (frozenset(), row | col)
 
 
 def part_of(extent: int, cuts: Sequence[Axis]) -> int:

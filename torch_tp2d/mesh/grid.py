@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..comm import Axis, Pending, move
 from ..runtime.context import Sizes, context_of
-from .axes import Axes, ask_sizes, check_mesh, flat_axis, on_mesh, part_of
-from .handed import Handed, hand_out, made_of, said_of
+from .axes import Axes, ask_sizes, check_mesh, flat_axis, names_of, on_mesh, part_of
+from .handed import Handed, hand_out, said_of, tokens_told
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
 __all__ = ["Axes", "Grid", "Sizes", "ask_sizes", "check_mesh", "describe_mesh", "part_of"]
@@ -130,6 +130,17 @@ class Grid:
             return col, row
         return (Replicate(), col) if row == col else None
 
+    def shares(self, x: Tensor) -> tuple[bool, bool]:
+        """Along row and col, whether ranks that hold the same of ``x`` have shares of its gradient.
+
+        Of keys that do not divide each column uses some; each row adds positions to its own tokens.
+        """
+        row, col = (
+            axis.size > 1 and not names.isdisjoint(said_of(x).shares)
+            for axis, names in zip((self.row, self.col), names_of(self.axes), strict=True)
+        )
+        return row, col
+
     def misfit(self, x: Tensor, declared: Layout) -> tuple[Layout, Layout] | None:
         """Where a style has handed out a local tensor in another layout than is declared: both.
 
@@ -158,12 +169,7 @@ class Grid:
         """
         sizes = self.sizes_of(x)
         if sizes is None and self.context.tokens is not None:
-            made = made_of(x) or [said_of(x)]
-            told = {one.under_way if one.sizes is None else one.sizes for one in made}
-            found = [known for known in told if known is not None and len(known) >= x.ndim - 1]
-            # Of queries and keys that are of two streams neither tells, and heads have more dims.
-            tokens = [a for a in found if len(a) < x.ndim and all(_among(a, b) for b in found)]
-            sizes = tokens[0] if tokens else self.context.tokens
+            sizes = tokens_told(x) or self.context.tokens
         return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
 
     def begin(self, x: Tensor) -> None:
@@ -296,7 +302,7 @@ class Grid:
             given: what ``x`` was made of. If that is local it came, maybe, from a style on other
                 axes: where it holds no token none stands in for them here either, and where one
                 stands in that another axis has none of, one does here.
-            shares: see :class:`Handed`.
+            shares: along row and col, see :meth:`shares`.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
@@ -310,7 +316,8 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        return hand_out(x, Handed(sizes, layout, self.axes, known, shares))
+        named = (names for names, one in zip(names_of(self.axes), shares, strict=True) if one)
+        return hand_out(x, Handed(sizes, layout, self.axes, known, frozenset().union(*named)))
 
     def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
@@ -392,9 +399,3 @@ def _shards(placement: Placement, dim: int) -> bool:
 def _moves(dim: int, src: Layout, dst: Layout) -> bool:
     """Whether some axis starts or stops sharding ``dim``."""
     return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
-
-
-def _among(sizes: Sizes, others: Sizes) -> bool:
-    """Whether sizes stand in this order among others: of tokens, among those of their heads."""
-    rest = iter(others)
-    return all(size in rest for size in sizes)

@@ -11,7 +11,7 @@ from ..runtime.context import Sizes
 from .axes import Axes
 from .layouts import Layout
 
-__all__ = ["Handed", "hand_out", "made_of", "said_of"]
+__all__ = ["Handed", "hand_out", "made_of", "said_of", "tokens_told"]
 
 
 class Handed(NamedTuple):
@@ -23,8 +23,8 @@ class Handed(NamedTuple):
     axes: Axes | None = None
     under_way: Sizes | None = None
     """Where they are not: those of the tokens that it was taken for a part of."""
-    shares: tuple[bool, bool] = (False, False)
-    """Along tp_row and tp_col: whether ranks that hold the same have shares of its gradient."""
+    shares: frozenset[str] = frozenset()
+    """The mesh axes along which ranks that hold the same hand back shares of its gradient."""
 
 
 _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
@@ -88,3 +88,22 @@ def made_of(x: Tensor) -> list[Handed]:
         else:
             edges.extend(node.next_functions)
     return found
+
+
+def tokens_told(x: Tensor) -> Sizes | None:
+    """Those of the tokens that ``x`` has, or is made of, by what was said of them.
+
+    None where nothing was, or of tokens of several sizes: queries and keys are of two streams, and
+    neither tells of their scores.
+    """
+    told = {one.under_way if one.sizes is None else one.sizes for one in made_of(x) or [said_of(x)]}
+    found = [known for known in told if known is not None and len(known) >= x.ndim - 1]
+    # Heads have more dims than their tokens, the same ones among them.
+    tokens = [a for a in found if len(a) < x.ndim and all(_among(a, b) for b in found)]
+    return tokens[0] if tokens else None
+
+
+def _among(sizes: Sizes, others: Sizes) -> bool:
+    """Whether sizes stand in this order among others."""
+    rest = iter(others)
+    return all(size in rest for size in sizes)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import Grid, describe_mesh
-from ..mesh.handed import said_of
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
 from .base import GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
@@ -133,11 +132,12 @@ class _LocalRunner(Runner):
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         batches = {x.shape[0] for x in values if isinstance(x, DTensor)}
-        shares = self._sees_shares(module, values)
+        # Other rows have other samples.
+        shares = True, self._sees_shares(module, values)
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         params = [(module, name) for name in self.names]
-        y = run_locally(params, forward, args, kwargs, self.grid, shares_on_col=shares)
+        y = run_locally(params, forward, args, kwargs, self.grid, shares=shares)
         local = not batches if self.use_local_output is None else self.use_local_output
         return y if local else self._of_whole_batch(module, y, batches)
 
@@ -147,7 +147,7 @@ class _LocalRunner(Runner):
             return False
         tensors = (x for x in values if isinstance(x, Tensor) and x.is_floating_point())
         x = next(tensors, None)
-        if x is not None and said_of(x).shares[1]:
+        if x is not None and self.grid.shares(x)[1]:
             return True
         if self.declared is not None:
             return isinstance(self.declared[1], Shard)

@@ -34,23 +34,25 @@ def run_locally(
     kwargs: dict[str, Any],
     grid: Grid,
     *,
-    shares_on_col: bool = True,
+    shares: tuple[bool, bool] = (True, True),
 ) -> Any:
     """A module as it is on local tensors: its parameters are plain ones while it runs.
 
     Args:
         params: owner and name of those that are on the mesh.
-        shares_on_col: the gradients of different columns are shares too, as those of rows are.
+        shares: along row and col, whether the gradients of whole parameters are shares.
     """
-    row, col = ([axis] if axis.size > 1 else [] for axis in (grid.row, grid.col))
+    row, col = (
+        [axis] if axis.size > 1 and shared else []
+        for axis, shared in zip((grid.row, grid.col), shares, strict=True)
+    )
     on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
     shards = local_shards(*on_mesh)
     split = [isinstance(param.placements[1], Shard) for param in on_mesh]
     on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
     on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
     summed_on_row = iter(SumGrads.apply(row, grid.context, *on_row))
-    axes = [*row, *col] if shares_on_col else row
-    summed_on_both = iter(SumGrads.apply(axes, grid.context, *on_both))
+    summed_on_both = iter(SumGrads.apply([*row, *col], grid.context, *on_both))
     for (owner, name), is_split in zip(params, split, strict=True):
         # Found before the parameter of this name, which stays where it is.
         object.__setattr__(owner, name, next(summed_on_row if is_split else summed_on_both))

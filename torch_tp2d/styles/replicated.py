@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed.tensor as dt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import parameters_of
 from ..mesh.grid import Grid, describe_mesh
@@ -195,19 +194,23 @@ class WholeRunner(Runner):
         was_local = not isinstance(x, DTensor)
         use_local = was_local if self.use_local_output is None else self.use_local_output
         if was_local:
-            declared = self.declared
             if self.surroundings.sees_heads(module, x, self.grid):
                 return run_locally(_own(module), forward, args, kwargs, self.grid)
-            if self._sees_shares(x):
-                return self._of_shares(module, forward, x, args, kwargs, use_local)
+            declared = self.declared
             if declared is None:
                 declared = self.grid.handed(x)
             else:
                 check_handed(x, declared, module, self.grid)
+            if declared is not None and self._sees_shares(x, declared):
+                shares = self._shares_of(x, declared, use_local)
+                y = run_locally(_own(module), forward, args, kwargs, self.grid, shares=shares)
+                alike = isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1]
+                return hand_out(y, said_of(x)) if alike else y
             if declared is None:
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
-            if self.wanted is None and self._takes_tokens(x, declared):
+            as_given = self.wanted is None and self.grad_layouts is None
+            if as_given and self._takes_tokens(x, declared):
                 x = self.grid.without_stand_in(x, declared)
                 shape = self.grid.shape_of(x, declared)
                 y = self._locally(module, x, declared)
@@ -255,48 +258,61 @@ class WholeRunner(Runner):
         if not use_local:
             return y
         layout = self.grid.layout(y, self.row_dim)
-        local = y.to_local(grad_placements=self._grad_placements(given, layout))
-        return self.grid.with_stand_in(local, layout, self.grid.sizes_of(y), given=given)
+        shares = self._output_shares(given, layout)
+        row, col = (
+            dt.Partial() if share else placement
+            for share, placement in zip(shares, layout, strict=True)
+        )
+        grads = self.grid.placements((row, col)) if any(shares) else None
+        local = y.to_local(grad_placements=grads)
+        return self.grid.with_stand_in(
+            local, layout, self.grid.sizes_of(y), given=given, shares=shares
+        )
 
-    def _sees_shares(self, x: Tensor) -> bool:
-        """Whether ranks that hold the same of ``x`` hand back shares of its gradient.
+    def _sees_shares(self, x: Tensor, layout: Layout) -> bool:
+        """Whether gradients of a whole ``x`` are shares, and so are those of the parameters."""
+        return any(self.grid.shares(x)) and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
 
-        Keys that do not divide, of which each column uses its own queries' heads; positions, which
-        each row adds to its own tokens. The module's gradients are shares there, too.
+    def _shares_of(self, x: Tensor, layout: Layout, use_local: bool) -> tuple[bool, bool]:
+        """Along row and col, whether gradients of the parameters are shares, as those of ``x`` are.
+
+        Raises:
+            ValueError: if something else is asked for than the like of ``x``.
         """
-        said = said_of(x)
-        whole = said.layout is not None and Shard(x.ndim - 1) not in normalize(said.layout, x.ndim)
-        return any(said.shares) and whole
-
-    def _of_shares(
-        self, module: Any, forward: Any, x: Tensor, args: Any, kwargs: Any, use_local: bool
-    ) -> Any:
-        said = said_of(x)
-        if not use_local:
+        shares = self.grid.shares(x)
+        wanted = layout if self.wanted is None else self.wanted
+        grads = layout if self.grad_layouts is None else self.grad_layouts
+        as_given = use_local and normalize(wanted, x.ndim) == normalize(layout, x.ndim)
+        if not as_given or any(
+            p.is_partial() and not s for p, s in zip(grads, shares, strict=True)
+        ):
+            along = [
+                a.name for a, s in zip((self.grid.row, self.grid.col), shares, strict=True) if s
+            ]
             raise ValueError(
-                f"{self.here} is given a tensor {tuple(x.shape)} that is whole on ranks which hand "
-                f"back shares of its gradient, as keys that do not divide are: a DTensor cannot "
-                f"say so, so hand on a local tensor, use_local_output=True"
+                f"{self.here} is given a local tensor of shape {tuple(x.shape)} in layout {layout} "
+                f"whose gradient is a share of each rank's along {along}, as that of keys which do "
+                f"not divide by the columns is: it can only hand on a local tensor in the same "
+                f"layout with such a gradient, so leave out output_layouts, grad_layouts and "
+                f"use_local_output"
             )
-        assert said.layout is not None
-        on_col = said.shares[1] or isinstance(said.layout[1], Shard)
-        y = run_locally(_own(module), forward, args, kwargs, self.grid, shares_on_col=on_col)
-        alike = isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1]
-        return hand_out(y, said) if alike else y
+        row, col = (
+            share or isinstance(placement, Shard)
+            for share, placement in zip(shares, layout, strict=True)
+        )
+        return row, col
 
-    def _grad_placements(self, given: Tensor, layout: Layout) -> tuple[Placement, Placement] | None:
-        """Of a local output, where its gradients are shares though it is whole."""
+    def _output_shares(self, given: Tensor, layout: Layout) -> tuple[bool, bool]:
+        """Along row and col, whether the gradient of a whole local output is a share."""
         grads = self.grad_layouts
         if grads is None and not given.is_floating_point():
             # Ids: what is whole on every row is added to each row's own tokens, as positions are.
             grads = dt.Partial(), dt.Replicate()
-        if grads is None:
-            return None
         row, col = (
-            dt.Partial() if isinstance(have, dt.Replicate) and want.is_partial() else have
-            for have, want in zip(layout, grads, strict=True)
+            isinstance(have, dt.Replicate) and want.is_partial()
+            for have, want in zip(layout, layout if grads is None else grads, strict=True)
         )
-        return self.grid.placements((row, col))
+        return row, col
 
     def _compare_rows(self, module: nn.Module, x: Tensor, declared: Layout) -> None:
         if not self.certain:
