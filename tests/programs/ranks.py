@@ -41,7 +41,7 @@ REFUSED: tuple[str, ...] = (
     "leaves some of tp_row=. without keys",
     # Dropout likewise.
     "do not tell its layout: name the nn.Dropout",
-    "as wide as another's whole output: name the nn.Dropout",
+    "as wide as a part is on some rank: name the nn.Dropout",
 )
 """What of a program's errors says that it has no business to run, as patterns."""
 

@@ -335,6 +335,62 @@ def test_whole_heads_as_wide_as_a_part_of_the_stream() -> None:
         world.run(4, _whole_heads, False, fresh=True)
 
 
+class Branches(nn.Module):
+    """Two feed-forwards whose parts are of one width on some columns, with different beginnings."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # A module of the plan that takes one feature: as wide as the last column's part.
+        self.scale = nn.Linear(1, 8) if scaled else None
+        self.wi, self.wide = nn.Linear(8, 5), nn.Linear(8, 7)
+        self.wo, self.narrow = nn.Linear(5, 8), nn.Linear(7, 8)
+        self.inner_dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.scale is None else x + self.scale(x[..., :1])
+        y = self.wo(self.inner_dropout(self.wi(y).relu()))
+        return y + self.narrow(self.inner_dropout(self.wide(x).relu()))
+
+
+def _branches(scaled: bool, recorded: bool) -> float:
+    model = Branches(scaled).double()
+    reference = on_one_device(model)
+    up, down = Colwise2D(), Rowwise2D()
+    plan = {"wi": up, "wide": up, "wo": down, "narrow": down}
+    if scaled:
+        plan["scale"] = Colwise2D(output_layouts=Replicate())
+    torch_tp2d.parallelize_module(model, grid_mesh(1, 3), plan)
+    x, outputs = models.noise(4, 3, 8), []
+    for part in (reference, model):
+        torch.manual_seed(7)
+        with (
+            OnOneDevice() if part is reference else contextlib.nullcontext(),
+            torch.set_grad_enabled(recorded or part is reference),
+        ):
+            outputs.append(part(x).detach())
+    return relative(outputs[1], outputs[0])
+
+
+def _refused_branches() -> str:
+    with pytest.raises(ValueError, match="may be this rank's part") as failed:
+        _branches(True, False)
+    return str(failed.value)
+
+
+def test_parts_of_one_width_on_some_columns() -> None:
+    """Of 5 and of 7 features the last of three columns holds one: which, its width does not tell.
+
+    It took one for the other, and the mask of other features in silence. And a random program
+    found that a whole feature beside them was refused there and not on the other columns, which
+    waited for it.
+    """
+    assert max(world.run(3, _branches, False, True)) < TOLERANCE
+    assert max(world.run(3, _branches, False, False)) < TOLERANCE
+    assert max(world.run(3, _branches, True, True)) < TOLERANCE
+    assert all("the [5, 7] features" in words for words in world.run(3, _refused_branches))
+
+
 def test_what_a_modules_own_code_drops() -> None:
     for seen in world.run(4, _feeds, 2, 2, FunctionalLayer):
         assert max(seen.values()) < TOLERANCE, seen
@@ -562,7 +618,7 @@ def _refusal(case: str) -> str:
         ("style", "TypeError: 'norm'.*Dropout2D is for nn.Dropout, not LayerNorm"),
         ("row_dim", "ValueError: 'norm'.*row_dim 0 and others 1: name it"),
         ("heads", r"ValueError: .*\(2, 3, 4, 4\).*Dropout2D\(input_layouts=Shard\(1\)\)"),
-        ("width", "ValueError: .*the 8 features of a module beside it, and as wide as another"),
+        ("width", "ValueError: .*the .8. features of modules beside it, or a whole output"),
     ],
 )
 def test_what_is_refused(case: str, words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,42 @@ def next_key(grid: Grid) -> Tensor:
     return key
 
 
+class _Widths:
+    """What modules hand on or take: features that ``col`` splits, and whole ones.
+
+    Every rank draws the same conclusion of one tensor, whatever it holds of it itself.
+    """
+
+    def __init__(
+        self, col: Axis, features: Sequence[tuple[int, Placement]], wholes: Iterable[int] = ()
+    ) -> None:
+        self._col = col
+        self.split = sorted({number for number, p in features if is_of_features(p)})
+        self._wholes = {number for number, p in features if not is_of_features(p)} | {*wholes}
+        parts = {part for number in self.split for part in col.split(number)}
+        self._either = self._wholes & parts
+
+    def told(self, width: int) -> set[bool]:
+        """Whether a local tensor of this width is a part: True, False, both or nothing."""
+        part, whole = bool(self._parts(width)), width in self._wholes
+        if self._either and (part or width in self._either):
+            return {True, False}
+        return {True} if part else {False} if whole else set()
+
+    def whole_of(self, width: int) -> int | None:
+        """The features of which this rank holds so many; None if a rank holds as many of others."""
+        alike = [
+            number
+            for number in self.split
+            for like in self._parts(width)
+            if any(map(int.__eq__, self._col.split(number), self._col.split(like)))
+        ]
+        return alike[0] if len(alike) == 1 else None
+
+    def _parts(self, width: int) -> list[int]:
+        return [n for n in self.split if self._col.split(n)[self._col.index] == width]
+
+
 class Masks:
     """Dropout of what one module handles: knows, or finds out, which elements a shard holds."""
 
@@ -81,23 +117,14 @@ class Masks:
         self._here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
-        self._taking = taking
-        whole = {features for features, p in beside if not is_of_features(p)}
-        self.widths = {
-            grid.col.split(features)[grid.col.index]: (
-                features,
-                not whole.isdisjoint(grid.col.split(features)),
-            )
-            for features, p in beside
-            if is_of_features(p)
-        }
-        """Local width to the width of the whole, and whether another module's whole is as wide."""
+        self._given, self._taken = _Widths(grid.col, beside), _Widths(grid.col, taking)
+        self._given_or_stream = _Widths(grid.col, beside, surroundings.widths or ())
 
     def resolved(self) -> Resolved:
         """What is certain of the tensors that are dropped from, before one of them is seen."""
         if self.declared is not None:
             return Resolved(self.declared, AS_INPUT)
-        told = None if self.widths else self._surroundings.told(self.row_dim, self.grid)
+        told = None if self._given.split else self._surroundings.told(self.row_dim, self.grid)
         if told is None:
             return Resolved(AT_FIRST_FORWARD, AS_INPUT, told_by="sizes")
         return Resolved(told, AS_INPUT, told_by="plan")
@@ -195,19 +222,14 @@ class Masks:
             return Replicate()
         split = self._of_features(query)
         if not split:
-            width = query.shape[1] * query.shape[-1]
-            split = {True for f, p in self._taking if is_of_features(p) and width == self._mine(f)}
-            split |= {False for f, p in self._taking if not is_of_features(p) and width == f}
+            split = self._taken.told(query.shape[1] * query.shape[-1])
         if len(split) > 1:
             raise ValueError(
                 f"{self._here}: the heads of a local query {tuple(query.shape)} may be all or this "
                 f"rank's part of them: name the attention module in the plan, with Attention2D, or "
                 f"have its projections hand on DTensors (use_local_output=False)"
             )
-        return Shard(1) if split == {True} or (not split and self.widths) else Replicate()
-
-    def _mine(self, features: int) -> int:
-        return self.grid.col.split(features)[self.grid.col.index]
+        return Shard(1) if split == {True} or (not split and self._given.split) else Replicate()
 
     def _of_features(self, x: Tensor) -> set[bool]:
         """Whether ``tp_col`` splits the features that styles handed out and ``x`` is made of."""
@@ -221,24 +243,25 @@ class Masks:
 
     def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
         """Layout of a local input, and its features where they are split and known."""
-        features = self.widths.get(x.shape[-1])
         known_layout = self.grid.handed(x) if self.declared is None else self.declared
         if known_layout is not None:
             # Of which features it holds a part, ranks might answer differently by what they hold.
             return normalize(known_layout, x.ndim), None
         self._surroundings.check_axes(self._here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
-        if x.ndim == 3 and features is not None and col.size > 1:
-            return self._wide_as_features(x, *features)
         if x.ndim in (2, 3):
-            on_row, on_col = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
-        else:
-            on_row, on_col = Shard(0 if x.ndim > 3 else self.row_dim), Replicate()
+            if col.size > 1 and self._is_part(x):
+                on_row: Placement = Shard(self.row_dim)
+                if x.ndim == 2:
+                    on_row, _ = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
+                return (on_row, Shard(x.ndim - 1)), self._given.whole_of(x.shape[-1])
+            return self._surroundings.layout(self._here, x, self.row_dim, self.grid), None
+        on_row, on_col = Shard(0 if x.ndim > 3 else self.row_dim), Replicate()
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
             # [batch, heads, queries, keys], beside projections into this rank's heads?
             one = known is not None and len(known) == 2 and self.row_dim == 0
             tokens = known[1] if known is not None and one else None
-            if x.ndim == 4 and self.widths and x.shape[2] == tokens:
+            if x.ndim == 4 and self._given.split and x.shape[2] == tokens:
                 return (on_row, Shard(1)), None
             raise ValueError(
                 f"{self._here}: the sizes {tuple(x.shape)} of a local input do not tell its "
@@ -246,35 +269,35 @@ class Masks:
                 f"with Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
                 f"Dropout2D(input_layouts=Replicate())"
             )
-        if col.size == 1 or isinstance(on_col, Shard):
-            return (on_row, on_col), None
-        if features is None:
-            return (on_row, on_col), None
-        width, also_whole = features
-        if also_whole:
-            raise self._unclear(x, width)
-        return (on_row, Shard(x.ndim - 1)), width
+        return (on_row, on_col), None
 
-    def _wide_as_features(
-        self, x: Tensor, width: int, also_whole: bool
-    ) -> tuple[Layout, int | None]:
-        """Layout of what is as wide as this rank's part of features, and may be a whole width."""
-        row: Placement = Shard(self.row_dim)
-        around = self._surroundings
-        if also_whole or x.shape[-1] in (around.widths or ()):
+    def _is_part(self, x: Tensor) -> bool:
+        """Whether a local ``x`` of two or three dims is this rank's part of split features.
+
+        If it is as wide as one: by what it was made of, if the graph shows it, else if no whole
+        output is as wide on any rank, or its tokens are split and it is whole.
+
+        Raises:
+            ValueError: if none tells, on every rank.
+        """
+        told = self._given_or_stream.told(x.shape[-1])
+        if True not in told:
+            return False
+        made = self._of_features(x)
+        told = made if len(made) == 1 else told
+        if len(told) > 1:
             tokens = tokens_by_sizes(x, self.row_dim, self.grid)
-            if tokens is None or around.stream != Shard(1):
-                raise self._unclear(x, width)
-            if isinstance(tokens, Shard):
-                return (row, tokens), None
-        return (row, Shard(x.ndim - 1)), width
+            if tokens is None or self._surroundings.stream != Shard(1):
+                raise self._unclear(x)
+            return not isinstance(tokens, Shard)
+        return told == {True}
 
-    def _unclear(self, x: Tensor, width: int) -> ValueError:
+    def _unclear(self, x: Tensor) -> ValueError:
         return ValueError(
-            f"{self._here}: the last dim of a local input {tuple(x.shape)} is this rank's part "
-            f"of the {width} features of a module beside it, and as wide as another's whole "
-            f"output: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
-            f"with Dropout2D(input_layouts=Shard(-1)) for the part, "
+            f"{self._here}: the last dim of a local input {tuple(x.shape)} may be this rank's part "
+            f"of the {self._given.split} features of modules beside it, or a whole output, as wide "
+            f"as a part is on some rank: name the nn.Dropout in the plan (or put one in the place "
+            f"of F.dropout), with Dropout2D(input_layouts=Shard(-1)) for the part, "
             f"Dropout2D(input_layouts=Replicate()) for the whole"
         )
 
