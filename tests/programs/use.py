@@ -503,6 +503,9 @@ class _Player:
             if len(module.blocks) > 1:
                 first, last = module.blocks[0], module.blocks[-1]
                 module.blocks[0], module.blocks[-1] = last, first
+        shapes = [{k: v.shape for k, v in b.state_dict().items()} for b in side.alone.blocks]
+        if shapes and shapes[0] != shapes[-1]:
+            side.saved = None  # It fits no more.
 
     def log(self, op: Op) -> None:
         side = self._side(op)
