@@ -366,6 +366,10 @@ def test_it_prints_and_is_json() -> None:
     assert read["memory"]["optimizer"] == 2 * read["memory"]["gradients"]
 
 
+def _unknown(model: nn.Module, mesh: Any) -> Any:
+    return torch_tp2d.plan_for(nn.Linear(2, 2), mesh)
+
+
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a shape of one number": ({"mesh": (4,)}, ValueError, r"of shape \(R, C\)"),
     "a mesh that is text": ({"mesh": "2x2"}, TypeError, "a mesh is a shape"),
@@ -377,7 +381,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "replicas": ({"mesh": (3, 2, 2)}, ValueError, "does not divide over the 3 replicas"),
     "a transport": ({"transport": "mpi"}, ValueError, '"nccl" or "gloo"'),
     "an optimizer": ({"optimizer": "lion"}, ValueError, "optimizer is one of"),
-    "an unknown model": ({"plan": None}, ValueError, "has no ready plan"),
+    "a plan of nobody's": ({"plan": _unknown}, ValueError, "has no ready plan"),
     "a key of nothing": ({"plan": {"wk": Colwise2D()}}, ValueError, "wk"),
 }
 

@@ -137,11 +137,15 @@ def test_memory_rules_out_and_it_says_what_would_fit() -> None:
         suggest(_model(16), 2, memory=1000, **sizes)
 
 
+def _unknown(model: nn.Module, mesh: Any) -> Any:
+    return torch_tp2d.plan_for(nn.Linear(2, 2), mesh)
+
+
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no devices": ({"world_size": 0}, ValueError, "world_size is a number"),
     "a device of no table": ({"device": "tpu"}, ValueError, "'h100'"),
     "no link": ({"device": None}, ValueError, 'say link="400gbit"'),
-    "no plan": ({"plan": None}, ValueError, "has no ready plan"),
+    "a plan of nobody's": ({"plan": _unknown}, ValueError, "has no ready plan"),
     "too many devices": (
         {"world_size": 67, "batch": 3},
         ValueError,
@@ -220,7 +224,7 @@ def test_the_command_line() -> None:
     assert status == 0 and json.loads(out)["link"] == 25e6 and json.loads(out)["flops"] > 1e8
     for words, said in {
         ("describe", "tests:nothing", "--mesh", "2x2", *sizes): "tests:nothing",
-        ("describe", of_model[0], "--mesh", "2x2", *sizes): "has no ready plan",
+        ("describe", "torch.nn:Identity", "--mesh", "2x2", *sizes): "has no ready plan",
         ("calibrate",): 'say link="400gbit"',
         ("describe", *of_model, "--mesh", "2x2", *sizes, "--dtype", "int4x"): "--dtype is",
     }.items():

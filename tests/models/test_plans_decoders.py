@@ -2,111 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from support import world
+from support.decoders import FAMILIES, VOCAB, decoder, in_fp64_throughout
 from support.hf import Differences, causal_lm_batch, on_grid, train_beside
 from support.marks import deep
 
-transformers = pytest.importorskip("transformers")
-
-VOCAB = 33
 TOLERANCE = 1e-10
-ATTENTION: dict[str, Any] = {"head_dim": 4, "sliding_window": 4}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Apertus": {},
-    "Arcee": {},
-    "Cohere": {"logit_scale": 0.3},
-    "Cohere2": {"sliding_window": 4},
-    "Ernie4_5": {"head_dim": 4},
-    "Exaone4": {"sliding_window": 4},
-    "Gemma": {"head_dim": 4},
-    # Its attention is not scaled_dot_product_attention, so that heads have to divide.
-    "Gemma2": {**ATTENTION, "query_pre_attn_scalar": 4, "num_key_value_heads": 4},
-    "Gemma3Text": {**ATTENTION, "query_pre_attn_scalar": 4},
-    "Glm": {"head_dim": 4},
-    "Glm4": {"head_dim": 4},
-    "Granite": {
-        "embedding_multiplier": 2.0,
-        "logits_scaling": 1.5,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.4,
-    },
-    "Helium": {"head_dim": 4},
-    "HunYuanDenseV1": {"head_dim": 4},
-    "Ministral": ATTENTION,
-    "NanoChat": {},
-    "Nemotron": {},
-    "Olmo": {},
-    "Olmo2": {},
-    "Olmo3": {"sliding_window": 4},
-    "Phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "Qwen3": {},
-    "SeedOss": {"head_dim": 4, "attention_dropout": 0.0, "residual_dropout": 0.0},
-    "SmolLM3": {},
-    "StableLm": {"use_qkv_bias": True},
-    "Starcoder2": {"embedding_dropout": 0.0, "residual_dropout": 0.0, "attention_dropout": 0.0},
-}
-"""By the names of their classes, what of their configs is small, or not the default."""
 
 FEW = ["Qwen3", "Gemma2", "Glm4"]
 """Norms of heads, scaled embeddings, norms after, fused projections."""
 
 
-@contextmanager
-def _in_fp64() -> Iterator[None]:
-    """transformers computes norms and rotary tables in fp32, whatever their input."""
-    to, as_float = Tensor.to, Tensor.float
-
-    def kept(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        wanted = args[0] if args else kwargs.get("dtype")
-        if x.dtype == torch.float64 and wanted == torch.float32:
-            return x
-        return to(x, *args, **kwargs)
-
-    Tensor.to, Tensor.float = kept, lambda x: kept(x, torch.float32)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.to, Tensor.float = to, as_float  # type: ignore[method-assign]
-
-
-def _decoder(family: str) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **FAMILIES[family]})
-    kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
-    model = kind(config).double()
-    for number, param in enumerate(model.parameters()):
-        # So that what begins as zeros or ones shows.
-        wave = torch.sin(torch.arange(param.numel(), dtype=torch.float64) + number)
-        param.data.add_(0.05 * wave.view_as(param))
-    return model
-
-
 def _train(rows: int, columns: int, families: list[str], **options: Any) -> dict[str, Differences]:
     found = {}
-    with _in_fp64():
+    with in_fp64_throughout():
         for family in families:
-            reference, model, _ = on_grid(lambda: _decoder(family), rows, columns, **options)  # noqa: B023
+            reference, model, _ = on_grid(lambda: decoder(family), rows, columns, **options)  # noqa: B023
             data = causal_lm_batch(5, 7, VOCAB)
             found[family] = train_beside(reference, model, data, steps=2)
     return found

@@ -167,13 +167,14 @@ def on_grid(
     columns: int,
     *,
     edit: Callable[[Plan, DeviceMesh], None] | None = None,
+    plans: Callable[..., Plan] = plan_for,
     **options: Any,
 ) -> tuple[nn.Module, nn.Module, DeviceMesh]:
-    """The model on one device, its copy on a grid by its ready plan, and the mesh."""
+    """The model on one device, its copy on a grid by its ready plan or another, and the mesh."""
     mesh = grid_mesh(rows, columns)
     reference = build()
     model = copy.deepcopy(reference)
-    plan = plan_for(model, mesh, **options)
+    plan = plans(model, mesh, **options)
     if edit is not None:
         edit(plan, mesh)
     torch_tp2d.parallelize_module(model, mesh, plan)

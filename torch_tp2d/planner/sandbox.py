@@ -1,28 +1,26 @@
-"""Where a model is tried out: a mesh that only exists as numbers, and a copy without values."""
+"""Where a model is tried out: a mesh that only exists as numbers, its layers, FSDP2 outside."""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from .._torch_compat import dtensor_of, fake_world, local_tensor, spec_of
+from .._torch_compat import fake_world
 from ..mesh.layouts import TP_COL, TP_ROW
 
 __all__ = [
     "AXES",
     "blocks_of",
-    "copy_without_values",
     "equal_layers",
     "fake_mesh",
     "is_sharded_over_data",
@@ -65,38 +63,6 @@ def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[Devic
                 del os.environ[_TRANSPORT]
             else:
                 os.environ[_TRANSPORT] = before
-
-
-def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
-    """A copy whose tensors have shapes and no values; the model stays as it is.
-
-    Args:
-        model: on any device, with a plan applied or without.
-        mode: the fake mode in which the copy's tensors are made; None for the meta device.
-    """
-    memo: dict[int, Any] = {}
-    device = "meta" if mode is None else "cpu"
-
-    def empty(x: Tensor) -> Tensor:
-        local = local_tensor(x)
-        with nullcontext() if mode is None else mode:
-            made = torch.empty_strided(
-                local.shape, local.stride(), dtype=local.dtype, device=device
-            )
-        spec = spec_of(x)
-        if spec is not None:
-            made = dtensor_of(made, spec)
-        if isinstance(x, nn.Parameter):
-            return nn.Parameter(made, requires_grad=x.requires_grad)
-        return made
-
-    for module in model.modules():
-        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        held += [x for x in vars(module).values() if isinstance(x, Tensor)]
-        for x in held:
-            if id(x) not in memo:
-                memo[id(x)] = empty(x)
-    return copy.deepcopy(model, memo)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

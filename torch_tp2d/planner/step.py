@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections import Counter
@@ -25,10 +24,10 @@ from ..mesh.tokens import token_sizes
 from ..parallelize import layouts_of, parallelize_module
 from ..parallelize.table import LayoutTable
 from ..plans import plan_for
+from ..plans.sample import Inputs, copy_without_values, sample_inputs
 from ..runtime.context import context_of
 from .rates import Rates, suppose
 from .sandbox import (
-    copy_without_values,
     fake_mesh,
     is_sharded_over_data,
     mesh_of,
@@ -189,17 +188,8 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
     return Step(recorder, sizes, transport, table, kept, parameters, trainable, weights)
 
 
-@dataclass
-class _Inputs:
-    """Of a model's forward, and the ids among them."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    ids: Tensor | None = None
-
-
-def _forward(model: nn.Module, inputs: _Inputs, case: Case) -> Tensor:
-    out = model(*inputs.args, **(inputs.kwargs or {}))
+def _forward(model: nn.Module, inputs: Inputs, case: Case) -> Tensor:
+    out = inputs.given_to(model)
     loss = case.loss(out) if case.loss is not None else _loss(model, out, inputs.ids)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
@@ -230,51 +220,12 @@ def _loss(model: nn.Module, out: Any, ids: Tensor | None) -> Tensor:
 
 def _inputs(
     model: nn.Module, grid: DeviceMesh, table: LayoutTable | None, batch: int, case: Case
-) -> _Inputs:
-    given = case.inputs
-    if isinstance(given, Mapping):
-        made = {name: _without_values(x) for name, x in given.items()}
-        return _Inputs((), made, made.get("input_ids"))
-    if given is not None:
-        args = tuple(map(_without_values, given if isinstance(given, tuple) else (given,)))
-        return _Inputs(args, None, next((x for x in args if _is_ids(x)), None))
-    takes = inspect.signature(_own_forward(model)).parameters
-    if "pixel_values" in takes:
-        config: Any = model.config
-        height, width = _pair(config.image_size)
-        images = torch.zeros(batch, config.num_channels, height, width, device="cpu")
-        kwargs = {"pixel_values": images.to(_dtype(model))}
-        if "labels" in takes:
-            kwargs["labels"] = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        return _Inputs((), kwargs)
-    if any(isinstance(module, nn.Embedding) for module in model.modules()):
-        ids = torch.zeros(batch, case.seq, dtype=torch.int64, device="cpu")
-        if "input_ids" in takes:
-            kwargs = {"input_ids": ids}
-            if "labels" in takes:
-                kwargs["labels"] = ids
-            return _Inputs((), kwargs, ids)
-        return _Inputs((ids,), None, ids)
+) -> Inputs:
+    known = sample_inputs(model, case.inputs, batch, case.seq)
+    if known is not None:
+        return known
     token_sizes(grid, (batch, case.seq))
-    return _Inputs((_features(model, grid, table, batch, case.seq),))
-
-
-def _own_forward(model: nn.Module) -> Callable[..., Any]:
-    """What its class says, whatever style is put in front of it."""
-    kinds: list[Any] = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
-    return next(kind for kind in kinds if not kind.__module__.startswith("torch_tp2d.")).forward
-
-
-def _without_values(x: Any) -> Any:
-    return torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x
-
-
-def _is_ids(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.is_floating_point()
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+    return Inputs((_features(model, grid, table, batch, case.seq),))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.layouts import TP_COL, TP_ROW
 from ..plans import plan_for
+from ..plans.sample import copy_without_values
 from .candidates import Candidate, Suggestion, Way
 from .describe import OPTIMIZERS, Memory, describe_step
 from .machine import Machine, machine_of, read_size
-from .sandbox import copy_without_values, equal_layers, fake_mesh
+from .sandbox import equal_layers, fake_mesh
 from .simulate import Timing, simulate
 from .step import NO_PLAN, Case, PlanLike, run_step
 from .table import in_bytes

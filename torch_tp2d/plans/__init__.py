@@ -2,7 +2,7 @@
 
 A plan function looks at a model's names and sizes and at the grid, and returns the plan; it
 changes nothing. Models are told by their names and their ``config``, so that no library of models
-is imported here.
+is imported here; of a model that nobody listed the plan is derived from what its forward does.
 
 Example::
 
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.grid import check_mesh
 from .bert import bert_plan
+from .derived import DerivedPlan, derived_plan
 from .gpt2 import gpt2_plan
 from .llama import is_tutorial_llama, llama_plan
 from .losses import LossFunction, LossOfLabels, causal_lm_loss
@@ -29,12 +30,14 @@ from .swin import image_classification_loss, swin_plan
 from .t5 import t5_plan
 
 __all__ = [
+    "DerivedPlan",
     "LossFunction",
     "LossOfLabels",
     "Parts",
     "Plan",
     "bert_plan",
     "causal_lm_loss",
+    "derived_plan",
     "gpt2_plan",
     "image_classification_loss",
     "llama_plan",
@@ -81,20 +84,23 @@ PLANS: Mapping[str, Callable[..., Plan]] = {
 """Which function knows a model, by its ``config.model_type``."""
 
 
-def plan_for(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
-    """The ready plan for a model on a grid.
+def plan_for(model: nn.Module, mesh: DeviceMesh, *, inputs: Any = None, **options: Any) -> Plan:
+    """The ready plan for a model on a grid, or one that is derived from its structure.
 
     Args:
-        model: one of the known models, on any device, not parallelized yet.
+        model: on any device, not parallelized yet.
         mesh: named ``("tp_row", "tp_col")``, as for :func:`torch_tp2d.parallelize_module`.
+        inputs: of a model without a ready plan, see :func:`derived_plan`.
         options: the plan function's own, see :class:`Parts`.
 
     Returns:
-        A dict of module names and styles, to be edited at will.
+        A dict of module names and styles, to be edited at will. A derived one prints as the
+        reasons for its entries.
 
     Raises:
         TypeError: for an unknown option, or something else than a mesh.
-        ValueError: for an unknown model, and for a mesh or an option that cannot work with it.
+        ValueError: for a mesh or an option that cannot work with the model, and for a model without
+            a ready plan whose structure does not tell one.
     """
     check_mesh(mesh)
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -102,10 +108,13 @@ def plan_for(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     if plan is None and is_tutorial_llama(model):
         plan = llama_plan
     if plan is None:
-        told = "without config.model_type" if kind is None else f"of model_type {kind!r}"
-        raise ValueError(
-            f"{type(model).__name__} ({told}) has no ready plan; there are plans for the Hugging "
-            f"Face models of type {sorted(PLANS)} and for the PyTorch tutorial's Llama 2: write "
-            f"the plan by hand, as a dict of module names and styles"
-        )
+        try:
+            return derived_plan(model, mesh, inputs=inputs, **options)
+        except ValueError as error:
+            told = "without config.model_type" if kind is None else f"of model_type {kind!r}"
+            raise ValueError(
+                f"{type(model).__name__} ({told}) has no ready plan, as the Hugging Face models of "
+                f"type {sorted(PLANS)} and the PyTorch tutorial's Llama 2 have, and none can be "
+                f"derived: {error}"
+            ) from error
     return plan(model, mesh, **options)

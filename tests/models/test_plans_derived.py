@@ -1,0 +1,269 @@
+"""Plans that are derived from what a model's forward does, its names and its library unknown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_tp2d
+from support import world
+from support.decoders import decoder, in_fp64_throughout, transformers, waved
+from support.fake import fake_grid
+from support.hf import Batch, causal_lm_batch, causal_lm_truth, on_grid, own_loss, train_beside
+from support.marks import deep
+from torch_tp2d.plans import DerivedPlan, derived_plan, plan_for
+
+VOCAB, HIDDEN, HEADS = 33, 16, 4
+TOLERANCE = 1e-10
+
+
+class Mixer(nn.Module):
+    """Attention with one projection for all three, and a norm of its heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.back = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.num_heads, self.scale = HEADS, nn.RMSNorm(HIDDEN // HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(x).chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(self.scale(q), self.scale(k), v, is_causal=True)
+        return self.back(y.transpose(1, 2).flatten(2))
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.mixer = Mixer()
+        self.both, self.out = nn.Linear(HIDDEN, 48), nn.Linear(24, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.before(x))
+        gate, up = self.both(self.after(x)).chunk(2, -1)
+        return x + self.out(F.silu(gate) * up)
+
+
+class Unheard(nn.Module):
+    """A language model of nobody's, with names of nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(32, HIDDEN)
+        self.stages = nn.ModuleList(Stage() for _ in range(2))
+        self.last = nn.LayerNorm(HIDDEN)
+        self.guess = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.guess.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        for stage in self.stages:
+            x = stage(x)
+        return self.guess(self.last(x))
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
+_NO_DROPOUT: dict[str, Any] = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_GPT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DistilBertForMaskedLM": (
+        "DistilBertConfig",
+        {
+            "vocab_size": VOCAB,
+            "dim": HIDDEN,
+            "n_layers": 2,
+            "n_heads": HEADS,
+            "hidden_dim": 24,
+            "max_position_embeddings": 32,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
+    "ElectraForMaskedLM": ("ElectraConfig", {**_SIZES, **_NO_DROPOUT, "embedding_size": HIDDEN}),
+    "GPTJForCausalLM": (
+        "GPTJConfig",
+        {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4, **_GPT},
+    ),
+    "GPTNeoForCausalLM": (
+        "GPTNeoConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "num_layers": 2,
+            "num_heads": HEADS,
+            "attention_types": [[["global", "local"], 1]],
+            "max_position_embeddings": 32,
+            "resid_dropout": 0.0,
+            "embed_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", _SIZES),
+    "OPTForCausalLM": (
+        "OPTConfig",
+        {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": HIDDEN, "dropout": 0.0},
+    ),
+    "RobertaForMaskedLM": ("RobertaConfig", {**_SIZES, **_NO_DROPOUT, "pad_token_id": 1}),
+    "ViTForImageClassification": (
+        "ViTConfig",
+        {
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": 2,
+            "num_attention_heads": HEADS,
+            "intermediate_size": 24,
+            "image_size": 8,
+            "patch_size": 4,
+            **_NO_DROPOUT,
+        },
+    ),
+}
+DECODERS = ["Cohere", "Gemma2", "Glm4", "Olmo2", "Phi", "Qwen3", "StableLm", "Starcoder2"]
+"""Those that have ready plans too, which are not looked at."""
+
+
+def _build(name: str) -> Any:
+    torch.manual_seed(0)
+    if name in DECODERS:
+        return decoder(name)
+    kind, sizes = MODELS[name]
+    return waved(getattr(transformers, name)(getattr(transformers, kind)(**sizes)))
+
+
+def _images(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(5, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return {"pixel_values": images, "labels": torch.randint(0, 2, (5,), generator=generator)}
+
+
+def _train(rows: int, columns: int, names: list[str]) -> dict[str, float]:
+    seen = {}
+    with in_fp64_throughout():
+        for name in names:
+            reference, model, _ = on_grid(
+                lambda: _build(name),  # noqa: B023
+                rows,
+                columns,
+                plans=derived_plan,
+            )
+            # Whose tokens are all in one dim has rows of whole sequences, as many on each.
+            sizes = (4, 7) if name.startswith("OPT") else (5, 7)
+            data: Any = causal_lm_batch(*sizes, VOCAB)
+            data = _images if name.startswith("ViT") else data
+            causal = name in DECODERS or name.endswith("CausalLM")
+            truth = causal_lm_truth if causal else own_loss
+            seen[name] = train_beside(reference, model, data, truth=truth, steps=2).worst
+    return seen
+
+
+ALL = [*MODELS, *DECODERS]
+
+
+@pytest.mark.parametrize(
+    "rows,columns,names",
+    [
+        (2, 2, ["GPTNeoXForCausalLM", "RobertaForMaskedLM", "Glm4"]),
+        *(deep(*grid, ALL) for grid in ((2, 2), (1, 4), (4, 1))),
+    ],
+    ids=lambda value: f"{len(value)}models" if isinstance(value, list) else None,
+)
+def test_models_train_by_derived_plans(rows: int, columns: int, names: list[str]) -> None:
+    for seen in world.run(rows * columns, _train, rows, columns, names):
+        assert max(seen.values()) < TOLERANCE, seen
+
+
+def _unheard(rows: int, columns: int) -> float:
+    def loss(model: nn.Module, inputs: Batch) -> Tensor:
+        logits = model(inputs["input_ids"])
+        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+    reference, model, _ = on_grid(lambda: waved(Unheard()), rows, columns)
+    data = causal_lm_batch(5, 7, VOCAB)
+    return train_beside(reference, model, data, truth=loss, loss=loss).worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1), deep(2, 1), deep(1, 2)])
+def test_a_model_that_nobody_listed(rows: int, columns: int) -> None:
+    """Its logits are whole, so that its training loop stays as it is."""
+    assert max(world.run(rows * columns, _unheard, rows, columns)) < TOLERANCE
+
+
+def test_what_a_derived_plan_says() -> None:
+    with fake_grid(2, 2) as mesh:
+        plan = plan_for(Unheard(), mesh)
+    assert isinstance(plan, DerivedPlan)
+    assert (
+        str(plan)
+        == """\
+stages.*.mixer       attention of 4 heads
+stages.*.mixer.into  heads of stages.*.mixer
+stages.*.mixer.back  closes the heads of stages.*.mixer
+stages.*.both        opens what stages.*.out closes
+stages.*.out         closes stages.*.both
+words                an embedding of tokens
+places               an embedding of positions
+stages.*.before      a norm of the residual stream
+stages.*.after       a norm of the residual stream
+last                 a norm of the residual stream
+guess                the head, by its vocabulary"""
+    )
+    assert "parts=3" in str(plan["stages.*.mixer.into"])
+    assert "parts=2" in str(plan["stages.*.both"])
+
+
+class _Odd(Unheard):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        if case == "root":
+            self.gain = nn.Parameter(torch.ones(()))
+        elif case == "unused":
+            self.unused = nn.Linear(2, 2)
+        elif case == "whole":
+            self.between = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.case == "values" and ids.sum().item() > 0:
+            raise AssertionError
+        y = super().forward(ids)
+        if self.case == "root":
+            y = y * self.gain
+        if self.case == "whole":
+            y = y + self.guess(self.between(self.words(ids)).cumsum(1))
+        return y
+
+
+@pytest.mark.parametrize(
+    "case,words",
+    [
+        ("root", r"The root, _Odd.*the model itself has parameters, \['gain'\]"),
+        ("unused", "unused, Linear.*was not called"),
+        ("values", "_Odd cannot run without values"),
+    ],
+)
+def test_what_is_unclear_is_said(case: str, words: str) -> None:
+    with fake_grid(2, 2) as mesh, pytest.raises(ValueError, match="has no ready plan") as failed:
+        plan_for(_Odd(case), mesh)
+    assert re.search(words, str(failed.value)), failed.value
+
+
+def test_what_stays_whole_is_said() -> None:
+    with fake_grid(2, 2) as mesh, pytest.warns(UserWarning, match=r"stay whole.*\['between'\]"):
+        plan = plan_for(_Odd("whole"), mesh)
+    assert isinstance(plan["between"], torch_tp2d.Replicate)

@@ -1,0 +1,340 @@
+"""A plan for a model that nobody listed, from what one forward shows of its structure.
+
+Linears that open a block and the one that closes it are told by where outputs go: what a group of
+them gives that reaches one Linear alone, through attention or through functions of each feature by
+itself, is split by heads or features, and that Linear closes the group. What is in no group, and no
+embedding, norm or head, is left whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..mesh.grid import check_mesh
+from ..parallelize.resolve import features_of
+from ..styles.module_kinds import describe_module, embeds, is_conv1d, is_linear
+from ..styles.replicated import Replicate
+from .losses import LossFunction, causal_lm_loss
+from .parts import Parts
+from .structure import BATCH, SEQ, Attention, Structure, own_parameters, structure_of
+
+__all__ = ["DerivedPlan", "derived_plan"]
+
+_ONE_BY_ONE = frozenset(
+    {
+        *("add", "clamp", "contiguous", "div", "dropout", "elu", "exp", "float", "gelu"),
+        *("hardswish", "hardtanh", "leaky_relu", "mish", "mul", "neg", "pow", "prelu", "relu"),
+        *("relu6", "rmul", "rsub", "sigmoid", "silu", "softplus", "softsign", "sqrt", "square"),
+        *("sub", "tanh", "threshold", "to", "truediv", "type", "type_as", "where"),
+    }
+)
+"""Functions of each feature by itself."""
+_PRODUCTS = frozenset(("baddbmm", "bmm", "einsum", "matmul", "softmax"))
+_IN_PARTS = frozenset(("chunk", "split", "tensor_split"))
+
+
+class DerivedPlan(dict[str, ParallelStyle]):
+    """A plan, and for each entry why it is there.
+
+    Attributes:
+        reasons: by the plan's keys. Those of modules that are whole on every rank begin with
+            "whole".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{key:{width}}  {why}" for key, why in self.reasons.items())
+
+
+def derived_plan(
+    model: nn.Module, mesh: DeviceMesh, *, inputs: Any = None, **options: Any
+) -> DerivedPlan:
+    """A plan from the model's own structure, seen in one forward of a copy without values.
+
+    Args:
+        model: any, not parallelized yet; it is not changed.
+        mesh: named ``("tp_row", "tp_col")``.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model's forward, with a
+            batch of 2 and a sequence of 7, where its signature does not tell.
+        options: see :class:`Parts`. Without ``loss_parallel`` the logits of a model whose own loss
+            this library does not know are whole.
+
+    Returns:
+        A dict of module names and styles, which prints as the reasons for them.
+
+    Raises:
+        ValueError: for a model that cannot run without values, that has a parameter which no style
+            can name, or whose structure is unclear: it says where.
+
+    Warns:
+        UserWarning: of matrices that stay whole on every rank.
+
+    Example::
+
+        >>> plan = derived_plan(model, mesh["tp_row", "tp_col"])
+        >>> print(plan)
+        >>> parallelize_module(model, mesh["tp_row", "tp_col"], plan)
+    """
+    check_mesh(mesh)
+    plan = _Derivation(model, mesh, structure_of(model, inputs), options).plan()
+    whole = [key for key, why in plan.reasons.items() if why.startswith("whole")]
+    if whole:
+        warnings.warn(
+            f"of {type(model).__name__} these stay whole on every rank, as they open or close no "
+            f"group of Linears: {whole}. Name them otherwise in the plan if they are large",
+            stacklevel=2,
+        )
+    return plan
+
+
+class _Derivation:
+    """From a structure to styles, module by module, and then by patterns of names."""
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, seen: Structure, options: dict[str, Any]
+    ) -> None:
+        self.model, self.mesh, self.seen = model, mesh, seen
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.users = seen.users()
+        causal = seen.loss == "ForCausalLMLoss"
+        defaults: dict[str, Any] = {"loss_parallel": causal}
+        if any(shape[0] == BATCH * SEQ for shape in seen.shapes.values()):
+            # All tokens in one dim: a part of every sequence could not be told from others.
+            defaults["sequence_parallel"] = False
+        self.parts = Parts(**{**defaults, **options})
+        self.own_loss = causal and self.parts.loss_parallel
+        self.styles: dict[str, ParallelStyle] = {}
+        self.reasons: dict[str, str] = {}
+        self.split: set[str] = set()
+        """What opens a group: its features or heads are split."""
+
+    def plan(self) -> DerivedPlan:
+        for name in self.seen.given:
+            if self._is_projection(name) and self._of_tokens(name):
+                self._close(name)
+        for name in self.seen.given:
+            if name not in self.styles and not any(self._is_within(name, o) for o in self.styles):
+                self._single(name)
+        self._check_all_named()
+        plan = self._by_patterns()
+        if self.own_loss:
+            plan[""] = LossFunction(causal_lm_loss)
+            plan.reasons[""] = "the loss, of logits that stay split over the vocabulary"
+        return plan
+
+    # Groups
+
+    def _close(self, name: str) -> None:
+        """If a Linear closes a group, name all of it."""
+        group = list(self.seen.given[name])
+        closes = all(
+            self._is_projection(source)
+            and source not in self.styles
+            and source not in self.seen.output
+            and {user for user in self.users[source] if not self._is_vectors(user)} == {name}
+            for source in group
+        )
+        if not group or not closes:
+            return
+        calls = [call for call in self.seen.attentions if {*call.given()} & {*group}]
+        if calls:
+            self._attention(calls[0], group, name)
+        else:
+            self._feed_forward(group, name)
+
+    def _feed_forward(self, group: Sequence[str], close: str) -> None:
+        through, width = self.seen.given[close], self._widths(close)[0]
+        for source in group:
+            parts, cut = self._widths(source)[1] / width, through[source] & _IN_PARTS
+            if through[source] & _PRODUCTS:
+                raise self._unclear(close, f"its attention to {_listed(group)} is not understood")
+            if through[source] - _ONE_BY_ONE - cut or parts not in ((1, 2, 3) if cut else (1,)):
+                return
+            if any(self._is_vectors(user) for user in self.users[source]):
+                return
+        for source in group:
+            parts = self._widths(source)[1] // width
+            style = self.parts.colwise(**({"parts": parts} if parts > 1 else {}))
+            self._name(source, style, f"opens what {close} closes", split=True)
+        self._name(close, self.parts.rowwise(), f"closes {_listed(group)}")
+
+    def _attention(self, call: Attention, group: Sequence[str], close: str) -> None:
+        width = self._widths(close)[0]
+        size, outs = width // call.heads, {source: self._widths(source)[1] for source in group}
+        where = _common([call.module, *group])
+        if width % call.heads or not where:
+            raise self._unclear(close, f"{width} features of {call.heads} heads, of {group}")
+        if len(group) == 1:
+            style, opens = self._of_fused(group[0], call.heads, width)
+        else:
+            queries = [s for s in group if s in call.sources[0] and outs[s] == width][:1]
+            others = {outs[s] for s in group if s not in queries}
+            if len(group) != 3 or len(queries) != 1 or len(others) != 1 or min(others) % size:
+                raise self._unclear(
+                    close, f"of queries, keys and values of {call.heads} heads, {outs} were found"
+                )
+            style, q, kv, o = self.parts.attention(self.mesh, call.heads, min(others) // size)
+            opens = {**{s: q if s in queries else kv for s in group}, close: o}
+        self._name(where, style, f"attention of {call.heads} heads")
+        for name, opened in opens.items():
+            why = f"closes the heads of {where}" if name == close else f"heads of {where}"
+            self._name(name, opened, why, split=name != close)
+        if close not in self.styles:
+            self._name(close, self.parts.rowwise(), f"closes the heads of {where}")
+
+    def _of_fused(
+        self, name: str, heads: int, width: int
+    ) -> tuple[ParallelStyle, dict[str, ParallelStyle]]:
+        """Of queries, keys and values from one projection: the attention's style and its own."""
+        cut = self.seen.cut.get(name, ())
+        if self._widths(name)[1] == 3 * width:
+            if cut == (width,) * 3 or cut[:1] == (3,):
+                style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3)
+                return style, {name: q}
+            if cut[:1] == (heads,) and heads % self.mesh["tp_col"].size() == 0:
+                # Head by head: each column has whole heads of all three.
+                style, _, _, _ = self.parts.attention(self.mesh, heads)
+                return style, {name: self.parts.colwise(parts=1)}
+        raise self._unclear(
+            name,
+            f"its features, cut into {cut}, are neither queries, keys and values alike one after "
+            f"the other, nor whole heads for each of {self.mesh['tp_col'].size()} columns",
+        )
+
+    # Single modules
+
+    def _single(self, name: str) -> None:
+        shape, sources = self.seen.shapes[name], self.seen.given[name]
+        vectors = self._is_vectors(name)
+        if sources and {*sources} <= self.split:
+            if not vectors:
+                raise self._unclear(name, f"it takes what {_listed(sources)} opens")
+            # What sees heads is told by the plan around it.
+        elif any(name in call.given() for call in self.seen.attentions):
+            raise self._unclear(name, "what it gives goes into an attention that is not understood")
+        elif embeds(self.modules[name]):
+            self._embedding(name, shape)
+        elif vectors and len(shape) == 3:
+            self._name(name, self.parts.norm(), "a norm of the residual stream")
+        elif self._is_head(name):
+            self._name(name, self.parts.head(), "the head, by its vocabulary")
+        else:
+            if any(self._is_within(other, name) for other in self.styles):
+                raise self._unclear(name, "it has parameters of its own around what is split")
+            whole: dict[str, Any] = {}
+            if name in self.seen.output and self._is_projection(name):
+                whole = {"output_layouts": (Whole(), Whole()), "use_local_output": True}
+            elif not sources:
+                # Of the model's own inputs, which are whole on every rank as ids are.
+                stream = Shard(self.parts.row_dim), self.parts.residual
+                whole = {"input_layouts": (Whole(), Whole()), "output_layouts": stream}
+                whole["use_local_output"] = False
+            style = Replicate(row_dim=self.parts.row_dim, **whole)
+            self._name(name, style, "whole on every rank: of no group")
+
+    def _embedding(self, name: str, shape: tuple[int, ...]) -> None:
+        if shape == (BATCH, SEQ):
+            self._name(name, self.parts.embedding(), "an embedding of tokens")
+        elif shape == (1, SEQ):
+            self._name(name, self.parts.positions(), "an embedding of positions")
+        elif shape == (SEQ,):
+            on_row = Shard(0) if self.parts.row_dim == 1 else Whole()
+            on_col = Shard(0) if self.parts.sequence_parallel else Whole()
+            style = self.parts.embedding(output_layouts=(on_row, on_col))
+            self._name(name, style, "an embedding of positions")
+        else:
+            raise self._unclear(name, f"its ids have the shape {shape}")
+
+    def _is_head(self, name: str) -> bool:
+        rows = {m.num_embeddings for m in self.modules.values() if isinstance(m, nn.Embedding)}
+        return (
+            is_linear(self.modules[name])
+            and name in self.seen.output
+            and len(self.seen.shapes[name]) == 3
+            and self._widths(name)[1] in rows
+        )
+
+    def _is_projection(self, name: str) -> bool:
+        return is_linear(self.modules[name]) or is_conv1d(self.modules[name])
+
+    def _is_vectors(self, name: str) -> bool:
+        return all(param.ndim <= 1 for param in self.modules[name].parameters())
+
+    def _widths(self, name: str) -> tuple[int, int]:
+        return features_of(self.modules[name])
+
+    def _of_tokens(self, name: str) -> bool:
+        """Whether a module takes all tokens, not one of each sequence."""
+        shape = self.seen.shapes[name]
+        return len(shape) == 3 or shape[0] == BATCH * SEQ
+
+    @staticmethod
+    def _is_within(name: str, other: str) -> bool:
+        return name.startswith(f"{other}.")
+
+    # All together
+
+    def _name(self, name: str, style: ParallelStyle, why: str, *, split: bool = False) -> None:
+        self.styles[name], self.reasons[name] = style, why
+        if split:
+            self.split.add(name)
+
+    def _check_all_named(self) -> None:
+        """Every parameter is in the plan, or a vector beside what is."""
+        for name, module in self.modules.items():
+            own = own_parameters(module)
+            if own and name not in self.seen.given:
+                if not any(self._is_within(name, other) for other in self.styles):
+                    raise self._unclear(name, f"it has the parameters {own}, and was not called")
+            elif own and not name:
+                raise self._unclear(name, f"the model itself has parameters, {own}")
+
+    def _by_patterns(self) -> DerivedPlan:
+        """One entry for what is alike in every layer."""
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name in self.modules:
+            alike[_pattern(name)].append(name)
+        plan = DerivedPlan()
+        for name, style in self.styles.items():
+            pattern = _pattern(name)
+            shown = {repr(self.styles.get(other)) for other in alike[pattern]}
+            key, why = (pattern, _pattern) if len(shown) == 1 else (name, str)
+            if key not in plan:
+                plan[key] = style
+                plan.reasons[key] = why(self.reasons[name])
+        return plan
+
+    def _unclear(self, name: str, why: str) -> ValueError:
+        return ValueError(
+            f"the structure of {type(self.model).__name__} does not tell a plan. "
+            f"{name or 'The root'}, {describe_module(self.modules[name])}: {why}. Write the plan "
+            f"by hand, as a dict of module names and styles"
+        )
+
+
+def _pattern(text: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", text)
+
+
+def _common(names: Sequence[str]) -> str:
+    """The innermost module around all of these."""
+    return ".".join(os.path.commonprefix([name.split(".") for name in names]))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

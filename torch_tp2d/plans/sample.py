@@ -1,0 +1,116 @@
+"""A copy of a model without values, and inputs to try it on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch_compat import dtensor_of, local_tensor, spec_of
+
+__all__ = ["Inputs", "copy_without_values", "sample_inputs"]
+
+
+def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
+    """A copy whose tensors have shapes and no values; the model stays as it is.
+
+    Args:
+        model: on any device, with a plan applied or without.
+        mode: the fake mode in which the copy's tensors are made; None for the meta device.
+    """
+    memo: dict[int, Any] = {}
+    device = "meta" if mode is None else "cpu"
+
+    def empty(x: Tensor) -> Tensor:
+        local = local_tensor(x)
+        with nullcontext() if mode is None else mode:
+            made = torch.empty_strided(
+                local.shape, local.stride(), dtype=local.dtype, device=device
+            )
+        spec = spec_of(x)
+        if spec is not None:
+            made = dtensor_of(made, spec)
+        if isinstance(x, nn.Parameter):
+            return nn.Parameter(made, requires_grad=x.requires_grad)
+        return made
+
+    for module in model.modules():
+        held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        held += [x for x in vars(module).values() if isinstance(x, Tensor)]
+        for x in held:
+            if id(x) not in memo:
+                memo[id(x)] = empty(x)
+    return copy.deepcopy(model, memo)
+
+
+@dataclass
+class Inputs:
+    """Of a model's forward, and the ids among them."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    ids: Tensor | None = None
+
+    def given_to(self, model: nn.Module) -> Any:
+        """What the model returns."""
+        return model(*self.args, **(self.kwargs or {}))
+
+
+def sample_inputs(model: nn.Module, given: Any, batch: int, seq: int) -> Inputs | None:
+    """What a model is to be tried on: what is given, else what its signature says.
+
+    Args:
+        given: a dict of keyword arguments or a tuple of arguments, or one; None if not given.
+
+    Returns:
+        None for a model that takes neither ids nor images, of which its signature says too little.
+    """
+    if isinstance(given, Mapping):
+        made = {name: _without_values(x) for name, x in given.items()}
+        return Inputs((), made, made.get("input_ids"))
+    if given is not None:
+        args = tuple(map(_without_values, given if isinstance(given, tuple) else (given,)))
+        return Inputs(args, None, next((x for x in args if _is_ids(x)), None))
+    takes = inspect.signature(_own_forward(model)).parameters
+    if "pixel_values" in takes:
+        config: Any = model.config
+        height, width = _pair(config.image_size)
+        images = torch.zeros(batch, config.num_channels, height, width, device="cpu")
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        kwargs = {"pixel_values": images.to(dtype)}
+        if "labels" in takes:
+            kwargs["labels"] = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        return Inputs((), kwargs)
+    if any(isinstance(module, nn.Embedding) for module in model.modules()):
+        ids = torch.zeros(batch, seq, dtype=torch.int64, device="cpu")
+        if "input_ids" in takes:
+            kwargs = {"input_ids": ids}
+            if "labels" in takes:
+                kwargs["labels"] = ids
+            return Inputs((), kwargs, ids)
+        return Inputs((ids,), None, ids)
+    return None
+
+
+def _own_forward(model: nn.Module) -> Callable[..., Any]:
+    """What its class says, whatever style is put in front of it."""
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return next(kind for kind in kinds if not kind.__module__.startswith("torch_tp2d.")).forward
+
+
+def _without_values(x: Any) -> Any:
+    return torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x
+
+
+def _is_ids(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_floating_point()
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)

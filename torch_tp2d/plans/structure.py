@@ -1,0 +1,213 @@
+"""What a model is made of, by what it does with its tensors: one forward, traced without values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._torch_compat import fake_mode, tree_leaves
+from ..styles.module_kinds import embeds, is_conv1d, is_linear
+from .sample import copy_without_values, sample_inputs
+
+__all__ = ["BATCH", "SEQ", "Attention", "Structure", "own_parameters", "structure_of"]
+
+BATCH, SEQ = 2, 7
+"""Sizes of the trace, by which ids of tokens and of positions are told."""
+
+Sources = Mapping[str, frozenset[str]]
+"""The modules that a tensor was made by, and the functions that it has gone through since."""
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass
+class Attention:
+    """A call of attention, or a softmax of scores that was written out.
+
+    Args:
+        module: the one that was running.
+        heads: of the queries.
+        sources: of the queries, the keys and the values; of scores those of all together.
+    """
+
+    module: str
+    heads: int
+    sources: Sequence[Sources]
+
+    def given(self) -> set[str]:
+        """All that the queries, keys and values, or scores, were made by."""
+        return {source for sources in self.sources for source in sources}
+
+
+@dataclass
+class Structure:
+    """What a forward did.
+
+    Args:
+        given: of each module that has parameters of its own, in the order of the first calls, what
+            its inputs were made by.
+        shapes: of the first input of each.
+        attentions: in the order of their calls.
+        output: what the output was made by.
+        cut: of each projection, how the sizes of its features were told apart first, if they were.
+    """
+
+    given: dict[str, dict[str, frozenset[str]]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attentions: list[Attention] = field(default_factory=list)
+    output: dict[str, frozenset[str]] = field(default_factory=dict)
+    cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    loss: str = ""
+    """The name of transformers' loss function, if it was called."""
+
+    def users(self) -> Mapping[str, list[str]]:
+        """Of each module, the modules whose inputs were made of what it gave."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for user, sources in self.given.items():
+            for source in sources:
+                found[source].append(user)
+        return found
+
+
+def own_parameters(module: nn.Module) -> list[str]:
+    """Names of parameters that no module inside has too, as BERT's head has its decoder's bias."""
+    inside = {id(p) for child in module.children() for p in child.parameters()}
+    return [n for n, p in module.named_parameters(recurse=False) if id(p) not in inside]
+
+
+def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
+    """Trace one forward of a copy of the model.
+
+    Args:
+        inputs: a dict of keyword arguments or a tuple of arguments of the model; None where its
+            signature says enough.
+
+    Raises:
+        ValueError: if its signature says too little, or it cannot run without values.
+    """
+    mode = fake_mode()
+    copied = copy_without_values(model, mode)
+    tracer = _Tracer()
+    names = {module: name for name, module in copied.named_modules()}
+    for module, name in names.items():
+        module.register_forward_pre_hook(partial(tracer.enter, name), with_kwargs=True)
+        module.register_forward_hook(partial(tracer.leave, name), with_kwargs=True)
+    loss = getattr(copied, "loss_function", None)
+    if callable(loss):
+        copied.loss_function = partial(tracer.loses, loss)  # type: ignore[assignment]
+    with mode, torch.no_grad():
+        sample = sample_inputs(copied, inputs, BATCH, SEQ)
+        if sample is None:
+            raise ValueError(
+                f"{type(model).__name__} takes neither ids nor images by its signature, so it "
+                f"cannot be tried: give inputs=, the arguments of its forward"
+            )
+        if sample.kwargs is not None and hasattr(model, "config"):
+            sample.kwargs = {**sample.kwargs, "use_cache": False}
+        try:
+            with tracer:
+                output = sample.given_to(copied)
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot run without values, from which its structure would "
+                f"be seen: {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+    tracer.found.output = tracer.merged(_first_output(output))
+    return tracer.found
+
+
+def _first_output(output: Any) -> Any:
+    """Logits or hidden states, without what comes beside them."""
+    if isinstance(output, Mapping):
+        return output.get("logits", next((x for k, x in output.items() if k != "loss"), None))
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+class _Tracer(TorchFunctionMode):
+    """Follows each tensor from the module that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Structure()
+        self._running: list[str] = []
+        # With the tensors, lest another be given the number of one that is gone.
+        self._known: dict[int, tuple[Tensor, Sources]] = {}
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.append(name)
+        if not own_parameters(module):
+            return
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if tensors:
+            self.found.shapes.setdefault(name, tuple(tensors[0].shape))
+        known = self.found.given.setdefault(name, {})
+        for source, through in self.merged(tensors).items():
+            known[source] = known.get(source, frozenset()) | through
+
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._running.pop()
+        if is_linear(module) or is_conv1d(module) or embeds(module):
+            for x in tree_leaves(output):
+                if isinstance(x, Tensor):
+                    self._known[id(x)] = x, {name: frozenset()}
+
+    def loses(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's loss function is called."""
+        self.found.loss = getattr(function, "__name__", "")
+        return function(*args, **kwargs)
+
+    def merged(self, values: Any) -> dict[str, frozenset[str]]:
+        """What tensors were made by, all together."""
+        found: dict[str, frozenset[str]] = {}
+        for x in tree_leaves(values):
+            if isinstance(x, Tensor) and id(x) in self._known:
+                for source, through in self._known[id(x)][1].items():
+                    found[source] = found.get(source, frozenset()) | through
+        return found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func)).strip("_")
+        if name == _ATTENTION:
+            self._attends([*args, *kwargs.values()][:3])
+        elif name == "softmax" and isinstance(args[0], Tensor) and args[0].ndim == 4:
+            scores = args[0]
+            self.found.attentions.append(
+                Attention(self._running[-1], scores.shape[1], [self.merged(scores)])
+            )
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if made and name not in ("get", "set"):
+            sources = self.merged((args, kwargs))
+            self._cuts(sources, made)
+            for x in made:
+                before = self.merged(x)
+                through = {s: t | {name} for s, t in {**before, **sources}.items()}
+                self._known[id(x)] = x, through
+        elif made:
+            for x in made:
+                self._known.setdefault(id(x), (x, self.merged(args)))
+        return out
+
+    def _attends(self, given: Sequence[Tensor]) -> None:
+        sources = [self.merged(x) for x in given]
+        self.found.attentions.append(Attention(self._running[-1], given[0].shape[-3], sources))
+
+    def _cuts(self, sources: Sources, made: Sequence[Tensor]) -> None:
+        """How the features of a projection are told apart by the first function that they meet."""
+        for source, through in sources.items():
+            if not through and source not in self.found.cut:
+                x = made[0]
+                # Parts one after the other, or the dims of a view.
+                told = [y.shape[-1] for y in made] if len(made) > 1 else list(x.shape[2:])
+                if x.ndim > 3 or len(made) > 1:
+                    self.found.cut[source] = tuple(told)
