@@ -13,6 +13,7 @@ from .ops.attention import balanced_order, sharding  # noqa: F401  sharding regi
 from .parallelize import layouts_of, parallelize_module
 from .planner.describe import describe
 from .planner.suggest import suggest
+from .planner.verify import check_plan
 from .plans import plan_for
 from .styles.attention import Attention2D, attention2d, attention_projections
 from .styles.base import GridStyle
@@ -40,6 +41,7 @@ __all__ = [
     "attention2d",
     "attention_projections",
     "balanced_order",
+    "check_plan",
     "cross_entropy",
     "debug",
     "describe",

@@ -1,13 +1,14 @@
-"""``python -m torch_tp2d describe|suggest|calibrate``: the planner on the command line.
+"""``python -m torch_tp2d describe|suggest|check|calibrate``: the planner on the command line.
 
     python -m torch_tp2d describe gpt2 --mesh 2x2 --batch 8 --seq 512
     python -m torch_tp2d suggest gpt2 --devices 8 --batch 16 --seq 1024 --device h100 --link 400gbit
     python -m torch_tp2d suggest my.package:make_model --plan my.package:make_plan --devices 4 ...
+    python -m torch_tp2d check my.package:make_small_model --mesh 2x2
     torchrun --nproc-per-node 4 -m torch_tp2d calibrate
 
 A model is a name or path that transformers knows, a config file of it (``config.json``), or
-``package.module:function``, which is called without arguments. None is given values: weights are
-not loaded.
+``package.module:function``, which is called without arguments. Weights are not loaded: models have
+no values, but for ``check``, which makes them as their classes do, so name a small one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import __version__, describe, suggest
+from . import __version__, check_plan, describe, suggest
 from .planner.describe import OPTIMIZERS
 from .planner.machine import DEVICES, calibrate, read_link
 
@@ -53,13 +55,16 @@ def function_of(name: str) -> Callable[..., Any]:
     return function
 
 
-def model_of(name: str) -> nn.Module:
-    """A model without values, of what the command line says.
+def model_of(name: str, *, values: bool = False) -> nn.Module:
+    """A model of what the command line says.
+
+    Args:
+        values: with those that its class begins with; else without any.
 
     Raises:
         ValueError: for what is no model.
     """
-    with torch.device("meta"):
+    with nullcontext() if values else torch.device("meta"):
         if ":" in name:
             model = function_of(name)()
             if not isinstance(model, nn.Module):
@@ -122,17 +127,22 @@ def parser() -> argparse.ArgumentParser:
     suggested.add_argument("--link", help="400gbit, 25GB/s: between nodes, if --per-node is given")
     suggested.add_argument("--device", help=f"{', '.join(sorted(DEVICES))} (this one, measured)")
     suggested.add_argument("--per-node", type=int, help="devices of a node")
-    for command in (described, suggested):
+    checked = commands.add_parser("check", help="a plan beside one device, on processes of its own")
+    checked.add_argument("--mesh", type=shape_of, required=True, help="RxC")
+    checked.add_argument("--layers", type=int, default=2, help="at most so many of equal ones (2)")
+    for command in (described, suggested, checked):
         command.add_argument("model", help="of transformers, its config.json, or module:function")
-        command.add_argument("--batch", type=int, required=True, help="sequences, of all devices")
-        command.add_argument("--seq", type=int, required=True, help="tokens of each")
+        needed = command is not checked
+        command.add_argument("--batch", type=int, required=needed, help="sequences, of all devices")
+        command.add_argument("--seq", type=int, required=needed, help="tokens of each")
         command.add_argument("--plan", help="module:function of a model and a mesh (the ready one)")
+    for command in (described, suggested):
         command.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
         command.add_argument("--transport", choices=("nccl", "gloo"))
         command.add_argument("--dtype", help="of the parameters: bfloat16, float32 (the model's)")
     measured = commands.add_parser("calibrate", help="measure this machine, and by torchrun a link")
     measured.add_argument("--link", help="200mbit, 25GB/s, instead of measuring it")
-    for command in (described, suggested, measured):
+    for command in (described, suggested, checked, measured):
         command.add_argument("--json", action="store_true", help="print JSON")
     return whole
 
@@ -141,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 for what cannot work."""
     args = parser().parse_args(argv)
     try:
-        found = _calibrated(args) if args.command == "calibrate" else _planned(args)
+        found = {"calibrate": _calibrated, "check": _checked}.get(args.command, _planned)(args)
     except (ValueError, TypeError) as error:
         print(f"torch_tp2d {args.command}: {error}", file=sys.stderr)
         return 2
@@ -168,6 +178,15 @@ def _planned(args: argparse.Namespace) -> str:
         options |= {name: getattr(args, name) for name in ("memory", "link", "device", "per_node")}
         found = suggest(model, args.devices, plan=plan, **options)
     return json.dumps(found.to_dict(), indent=1) if args.json else str(found)
+
+
+def _checked(args: argparse.Namespace) -> str:
+    torch.manual_seed(0)
+    model = model_of(args.model, values=True)
+    plan = None if args.plan is None else function_of(args.plan)
+    options = {name: getattr(args, name) for name in ("batch", "seq", "layers")}
+    found = check_plan(model, args.mesh, plan, **options)
+    return json.dumps(asdict(found), indent=1) if args.json else str(found)
 
 
 def _calibrated(args: argparse.Namespace) -> str | None:

@@ -37,9 +37,21 @@ class Mixer(nn.Module):
         return self.back(y.transpose(1, 2).flatten(2))
 
 
+class Swish(nn.Module):
+    """An activation that learns how steep it is, feature by feature."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.steep = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.steep * x)
+
+
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.act = Swish(24)
         self.before, self.after = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.mixer = Mixer()
         self.both, self.out = nn.Linear(HIDDEN, 48), nn.Linear(24, HIDDEN)
@@ -47,7 +59,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mixer(self.before(x))
         gate, up = self.both(self.after(x)).chunk(2, -1)
-        return x + self.out(F.silu(gate) * up)
+        return x + self.out(self.act(gate) * up)
 
 
 class Unheard(nn.Module):
@@ -215,6 +227,7 @@ stages.*.mixer       attention of 4 heads
 stages.*.mixer.into  heads of stages.*.mixer
 stages.*.mixer.back  closes the heads of stages.*.mixer
 stages.*.both        opens what stages.*.out closes
+stages.*.act         on features that are split
 stages.*.out         closes stages.*.both
 words                an embedding of tokens
 places               an embedding of positions

@@ -165,12 +165,14 @@ class _Derivation:
                 raise self._unclear(close, f"its attention to {_listed(group)} is not understood")
             if through[source] - _ONE_BY_ONE - cut or parts not in ((1, 2, 3) if cut else (1,)):
                 return
-            if any(self._is_vectors(user) for user in self.users[source]):
-                return
         for source in group:
             parts = self._widths(source)[1] // width
             style = self.parts.colwise(**({"parts": parts} if parts > 1 else {}))
             self._name(source, style, f"opens what {close} closes", split=True)
+            for name in filter(self._is_vectors, self.users[source]):
+                # A learnable activation, each feature of which has its own part of a vector.
+                part = Replicate(input_layouts=Shard(-1), row_dim=self.parts.row_dim)
+                self._name(name, part, "on features that are split")
         self._name(close, self.parts.rowwise(), f"closes {_listed(group)}")
 
     def _attention(self, call: Attention, group: Sequence[str], close: str) -> None:

@@ -62,33 +62,43 @@ class Inputs:
         return model(*self.args, **(self.kwargs or {}))
 
 
-def sample_inputs(model: nn.Module, given: Any, batch: int, seq: int) -> Inputs | None:
+def sample_inputs(
+    model: nn.Module, given: Any, batch: int, seq: int, *, values: bool = False
+) -> Inputs | None:
     """What a model is to be tried on: what is given, else what its signature says.
 
     Args:
         given: a dict of keyword arguments or a tuple of arguments, or one; None if not given.
+        values: leave those of what is given, and make some up: small ids, and noise for images.
 
     Returns:
         None for a model that takes neither ids nor images, of which its signature says too little.
     """
     if isinstance(given, Mapping):
-        made = {name: _without_values(x) for name, x in given.items()}
+        made = {name: x if values else _without_values(x) for name, x in given.items()}
         return Inputs((), made, made.get("input_ids"))
     if given is not None:
-        args = tuple(map(_without_values, given if isinstance(given, tuple) else (given,)))
+        args = given if isinstance(given, tuple) else (given,)
+        args = args if values else tuple(map(_without_values, args))
         return Inputs(args, None, next((x for x in args if _is_ids(x)), None))
+    generator = torch.Generator().manual_seed(0)
     takes = inspect.signature(_own_forward(model)).parameters
     if "pixel_values" in takes:
         config: Any = model.config
         height, width = _pair(config.image_size)
         images = torch.zeros(batch, config.num_channels, height, width, device="cpu")
+        if values:
+            images.normal_(generator=generator)
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        kwargs = {"pixel_values": images.to(dtype)}
+        kwargs: dict[str, Any] = {"pixel_values": images.to(dtype)}
         if "labels" in takes:
             kwargs["labels"] = torch.zeros(batch, dtype=torch.int64, device="cpu")
         return Inputs((), kwargs)
-    if any(isinstance(module, nn.Embedding) for module in model.modules()):
+    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if rows:
         ids = torch.zeros(batch, seq, dtype=torch.int64, device="cpu")
+        if values:
+            ids.random_(min(rows), generator=generator)
         if "input_ids" in takes:
             kwargs = {"input_ids": ids}
             if "labels" in takes:

@@ -1,0 +1,94 @@
+"""A plan held against one device, by whoever wrote it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+
+from support import world
+from support.fake import fake_grid
+from support.models import grid_mesh, plan_dtensor, transformer
+from torch_tp2d import Colwise2D, Rowwise2D, check_plan, parallelize_module
+
+
+class Wide(nn.Module):
+    """An activation of somebody's, which counts the features that it sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() / x.shape[-1]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.up, self.act, self.down = nn.Linear(8, 12), Wide(), nn.Linear(12, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.down(self.act(self.up(self.norm(x)))))
+
+
+def _plan(*_: Any) -> Any:
+    whole = {"output_layouts": Replicate()}
+    return {
+        "embed": Rowwise2D(**whole),
+        "up": Colwise2D(),
+        "down": Rowwise2D(**whole),
+        "head": Colwise2D(output_layouts=(Replicate(), Replicate())),
+    }
+
+
+def _wrong(rows: int, columns: int) -> str:
+    with pytest.raises(ValueError) as failed:
+        check_plan(Model(), grid_mesh(rows, columns), _plan)
+    return str(failed.value)
+
+
+def _right(rows: int, columns: int) -> tuple[float, int]:
+    model = Model()
+    model.act = nn.ReLU()
+    found = check_plan(model, grid_mesh(rows, columns), _plan)
+    assert list(found.outputs) == ["embed", "norm", "up", "act", "down", "head"]
+    assert next(model.parameters()).dtype == torch.float32, "the model is not changed"
+    return found.worst, len(found.gradients)
+
+
+def test_a_right_plan() -> None:
+    for worst, gradients in world.run(4, _right, 2, 2):
+        assert worst < 1e-12 and gradients == 9
+
+
+def test_the_first_module_that_differs_is_named() -> None:
+    """Its gradients are wrong too, of everything before it."""
+    words = r"act is the first to differ, its output by 3.0e\+00; of 9 gradients"
+    for said in world.run(4, _wrong, 1, 4):
+        assert re.search(words, said), said
+
+
+def test_ranks_of_its_own() -> None:
+    found = check_plan(transformer(), (1, 2), plan_dtensor(), batch=3, seq=5, layers=1)
+    assert found.worst < 1e-10 and not any("layers.1" in name for name in found.outputs)
+    assert "gradients within" in str(found)
+    with pytest.raises(ValueError, match="on rank 0 of mesh .tp_row=1, tp_col=2.: ValueError"):
+        check_plan(Model(), (1, 2), {"embad": Rowwise2D()})
+
+
+def test_what_cannot_be_checked() -> None:
+    with pytest.raises(ValueError, match="cannot be handed to other processes"):
+        check_plan(Model(), (1, 2), lambda model, mesh: {})
+    with pytest.raises(ValueError, match=r"DeviceMesh or \(R, C\), not \(4,\)"):
+        check_plan(Model(), (4,))
+    with torch.device("meta"), pytest.raises(ValueError, match="without values"):
+        check_plan(Model(), (1, 2))
+    with fake_grid(1, 2) as mesh:
+        model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": Colwise2D()})
+        with pytest.raises(ValueError, match="on a mesh already"):
+            check_plan(model, mesh)

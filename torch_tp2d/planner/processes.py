@@ -1,0 +1,100 @@
+"""A grid of processes of its own, on CPU: for what has to be tried with values."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pickle import PicklingError
+from queue import Empty
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..mesh.layouts import TP_COL, TP_ROW
+
+__all__ = ["on_processes"]
+
+_GRACE = 5.0
+"""Seconds in which further ranks may say, after one has failed, that they have too."""
+
+
+def on_processes(shape: tuple[int, ...], body: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``body(mesh, *args)`` returns on each rank of a grid of gloo processes.
+
+    Raises:
+        ValueError: if it raises on one, with the words of the first of them; for a shape that is
+            none, and for arguments that cannot be pickled.
+    """
+    if len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"a mesh to try a plan on is a DeviceMesh or (R, C), not {shape}")
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes = [
+            context.Process(
+                target=_rank, args=(rank, shape, store, answers, body, args), daemon=True
+            )
+            for rank in range(shape[0] * shape[1])
+        ]
+        try:
+            for process in processes:
+                process.start()
+            found = _collected(answers, processes)
+        except (PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"the model or the plan cannot be handed to other processes ({error}): define them "
+                f"in a module, or call this with a DeviceMesh on every rank"
+            ) from error
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+    failed = sorted((rank, str(said)) for rank, good, said in found if not good)
+    if failed:
+        rank, text = failed[0]
+        mesh = f"({TP_ROW}={shape[0]}, {TP_COL}={shape[1]})"
+        raise ValueError(f"on rank {rank} of mesh {mesh}: {text}")
+    return [said for _, _, said in sorted(found, key=lambda answer: answer[0])]
+
+
+def _collected(answers: Any, processes: Sequence[Any]) -> list[tuple[int, bool, Any]]:
+    """What each rank found; of ranks that wait for one that failed, nothing."""
+    found: list[tuple[int, bool, Any]] = []
+    while len(found) < len(processes):
+        failed = not all(good for _, good, _ in found)
+        try:
+            found.append(answers.get(timeout=_GRACE if failed else 1.0))
+        except Empty:
+            if failed:
+                break
+            codes = [(rank, process.exitcode) for rank, process in enumerate(processes)]
+            found += [
+                (rank, False, f"its process ended with {code}") for rank, code in codes if code
+            ]
+    return found
+
+
+def _rank(
+    rank: int,
+    shape: tuple[int, int],
+    store: str,
+    answers: Any,
+    body: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=shape[0] * shape[1]
+    )
+    try:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=(TP_ROW, TP_COL))
+        answers.put((rank, True, body(mesh, *args)))
+    except Exception as error:
+        answers.put((rank, False, f"{type(error).__name__}: {error}"))
+    finally:
+        dist.destroy_process_group()

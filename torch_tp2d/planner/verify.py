@@ -1,0 +1,325 @@
+"""A plan held against one device: outputs module by module, and every gradient, in fp64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .._torch_compat import tree_leaves
+from ..mesh.axes import part_of
+from ..mesh.grid import Grid, check_mesh
+from ..mesh.handed import Handed, said_of
+from ..mesh.layouts import TP_COL, TP_ROW, normalize
+from ..parallelize import parallelize_module
+from ..plans import plan_for
+from ..plans.sample import Inputs, sample_inputs
+from ..styles.boundary import to_dtensor
+from .processes import on_processes
+from .sandbox import shorten
+
+__all__ = ["PlanCheck", "check_plan"]
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """How far a model under a plan is from itself on one device, relative, the most of all ranks.
+
+    Attributes:
+        outputs: by the names of modules, in the order of their first calls.
+        gradients: by the names of parameters.
+        unseen: modules whose outputs are parts in a layout that no style has told.
+    """
+
+    outputs: Mapping[str, float]
+    gradients: Mapping[str, float]
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> float:
+        """The largest difference."""
+        return max([0.0, *self.outputs.values(), *self.gradients.values()])
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.outputs)} outputs within {max(self.outputs.values(), default=0.0):.1e} of "
+            f"one device's, {len(self.gradients)} gradients within "
+            f"{max(self.gradients.values(), default=0.0):.1e}; {len(self.unseen)} outputs are "
+            f"parts that cannot be compared"
+        )
+
+
+def check_plan(
+    model: nn.Module,
+    mesh: DeviceMesh | tuple[int, int],
+    plan: Any = None,
+    *,
+    inputs: Any = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    layers: int | None = 2,
+    tolerance: float = 1e-6,
+) -> PlanCheck:
+    """Run a copy of the model under a plan beside another on one device, forward and backward.
+
+    Both are in fp64 and in ``eval``, without dropout, so that only rounding is left between them.
+    Takes memory for two copies on each rank: try a small configuration.
+
+    Args:
+        model: with values, not parallelized yet; it is not changed.
+        mesh: named ``("tp_row", "tp_col")``, on each of whose ranks this is called with the same
+            model and inputs; or ``(R, C)``, for which as many processes are started here, on CPU.
+            The model and the plan then have to be picklable, and a script needs the usual
+            ``if __name__ == "__main__"``.
+        plan: as :func:`torch_tp2d.parallelize_module` takes it, a function of a model and a mesh
+            that returns one, or None for :func:`torch_tp2d.plan_for`.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model, whole; random ids
+            or images where its signature says enough.
+        batch, seq: their sizes; by default such as do not divide.
+        loss: a scalar of the model's output, by default its own loss, or a mean of squares.
+        layers: at most so many of each list of equal layers are tried; None for all.
+        tolerance: the largest relative difference that is right. Some models compute norms and
+            their loss in fp32 whatever their input, which leaves 1e-7; a wrong gradient differs by
+            percents.
+
+    Returns:
+        What was seen, if all of it is right.
+
+    Raises:
+        ValueError: if an output or a gradient differs: it names the first module whose output does.
+
+    Example::
+
+        >>> print(torch_tp2d.check_plan(model, (2, 2)))
+        61 outputs within 3.1e-15 of one device's, 38 gradients within 2.2e-14; ...
+    """
+    if any(isinstance(p, DTensor) or p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has parameters that are on a mesh already, or without values: "
+            f"give check_plan a model as it is made on one device"
+        )
+    options = {"inputs": inputs, "batch": batch, "seq": seq, "loss": loss, "layers": layers}
+    if isinstance(mesh, DeviceMesh):
+        check_mesh(mesh)
+        found = _on_mesh(model, mesh, plan, **options)
+    else:
+        found, *_ = on_processes(tuple(mesh), _on_mesh_of_its_own, model, plan, options)
+    _refuse_wrong(model, found, tolerance)
+    return found
+
+
+def _refuse_wrong(model: nn.Module, found: PlanCheck, tolerance: float) -> None:
+    # Not within, so that what is no number is wrong.
+    outputs = {name: x for name, x in found.outputs.items() if not x <= tolerance}
+    gradients = {name: x for name, x in found.gradients.items() if not x <= tolerance}
+    if not outputs and not gradients:
+        return
+    first = next(iter(outputs.items()), None)
+    said = "all outputs are right" if first is None else f"{first[0]} is the first to differ"
+    if first is not None:
+        said += f", its output by {first[1]:.1e}"
+    worst = sorted(gradients.items(), key=lambda one: -one[1])[:5]
+    listed = ", ".join(f"{name} by {x:.1e}" for name, x in worst)
+    raise ValueError(
+        f"{type(model).__name__} under the plan is not what it is on one device: {said}; of "
+        f"{len(found.gradients)} gradients {len(gradients)} differ{': ' if worst else ''}{listed}"
+    )
+
+
+def _on_mesh_of_its_own(
+    mesh: DeviceMesh, model: nn.Module, plan: Any, options: dict[str, Any]
+) -> PlanCheck:
+    return _on_mesh(model, mesh, plan, **options)
+
+
+def _on_mesh(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Any,
+    *,
+    inputs: Any,
+    batch: int | None,
+    seq: int | None,
+    loss: Callable[[Any], Tensor] | None,
+    layers: int | None,
+) -> PlanCheck:
+    rows, columns = mesh.shape
+    reference = copy.deepcopy(model).double().eval()
+    if layers is not None:
+        shorten(reference, layers)
+    tried = copy.deepcopy(reference)
+    sizes = 2 * rows + 1 if batch is None else batch, 2 * rows * columns + 1 if seq is None else seq
+    given = _inputs(reference, inputs, *sizes)
+    wanted: dict[str, Tensor] = {}
+    # Copies: what follows may change them in place.
+    with _outputs(reference, lambda name, y, _: wanted.setdefault(name, y.detach().clone())):
+        _loss(given.given_to(reference), loss).backward()
+    if plan is None:
+        plan = plan_for(tried, mesh, inputs=inputs)
+    elif callable(plan):
+        plan = plan(tried, mesh)
+    parallelize_module(tried, mesh, plan)
+    outputs: dict[str, float] = {}
+    unseen: list[str] = []
+
+    def compare(name: str, y: Tensor, said: Handed) -> None:
+        if name in outputs or name in unseen or name not in wanted:
+            return
+        whole = _whole(y, said, wanted[name], mesh, tried.get_submodule(name))
+        if whole is None:
+            unseen.append(name)
+        else:
+            outputs[name] = _difference(whole, wanted[name])
+
+    with _outputs(tried, compare):
+        _loss(given.given_to(tried), loss).backward()
+    gradients = _gradients(reference, tried)
+    names = [*outputs, *gradients]
+    worst = torch.tensor([*outputs.values(), *gradients.values()], dtype=torch.float64)
+    _over_mesh(worst, mesh, dist.ReduceOp.MAX)
+    seen = dict(zip(names, worst.tolist(), strict=True))
+    return PlanCheck(
+        {name: seen[name] for name in outputs},
+        {name: seen[name] for name in gradients},
+        tuple(unseen),
+    )
+
+
+def _inputs(model: nn.Module, given: Any, batch: int, seq: int) -> Inputs:
+    """Inputs with values, the same on every rank."""
+    made = sample_inputs(model, given, batch, seq, values=True)
+    if made is None:
+        raise ValueError(
+            f"{type(model).__name__} takes neither ids nor images by its signature: give inputs="
+        )
+
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    kwargs = {name: double(x) for name, x in (made.kwargs or {}).items()}
+    if hasattr(model, "config") and "input_ids" in kwargs:
+        kwargs["use_cache"] = False
+    return Inputs(tuple(map(double, made.args)), kwargs)
+
+
+def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    if loss is not None:
+        return loss(out)
+    own = out.get("loss") if isinstance(out, Mapping) else None
+    if own is not None:
+        return own
+    (y, *_) = (x for x in _tensors(out) if x.is_floating_point())
+    y = y.square().mean()
+    return y.full_tensor() if isinstance(y, DTensor) else y
+
+
+@contextmanager
+def _outputs(model: nn.Module, see: Callable[[str, Tensor, Handed], Any]) -> Iterator[None]:
+    """Hands on each module's name, the first tensor of its output, and what is known of that."""
+
+    def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        y = next((x for x in _tensors(output) if x.is_floating_point()), None)
+        if y is not None:
+            # A module without a style that keeps the shape keeps the layout, too.
+            alike = (x for x in _tensors(args) if x.shape == y.shape)
+            told = (said_of(x) for x in (y, *alike))
+            see(name, y, next((said for said in told if said.layout is not None), Handed()))
+
+    hooks = [
+        module.register_forward_hook(partial(hook, name))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _whole(
+    y: Tensor, said: Handed, like: Tensor, mesh: DeviceMesh, module: nn.Module
+) -> Tensor | None:
+    """An output put together from all ranks; None, on all, where a rank does not know how."""
+    if isinstance(y, DTensor):
+        fits = y.shape == like.shape
+    else:
+        fits = False
+        if said.layout is not None and said.axes is not None:
+            grid = Grid(mesh, said.axes)
+            y = grid.without_stand_in(y, said.layout)
+            fits = y.shape == _part(like.shape, y, said.layout, grid) and not _is_fused(module)
+            if fits:
+                y = to_dtensor(y.detach(), said.layout, grid, like.shape)
+        elif y.shape == like.shape:
+            fits = True
+    agreed = torch.tensor([float(fits)])
+    _over_mesh(agreed, mesh, dist.ReduceOp.MIN)
+    if not agreed.item():
+        return None
+    return y.full_tensor() if isinstance(y, DTensor) else y
+
+
+def _part(shape: Sequence[int], y: Tensor, layout: Any, grid: Grid) -> tuple[int, ...] | None:
+    """The shape of this rank's part."""
+    if len(shape) != y.ndim:
+        return None
+    placements = normalize(layout, y.ndim)
+    return tuple(
+        part_of(
+            extent,
+            [
+                axis
+                for axis, p in zip((grid.row, grid.col), placements, strict=True)
+                if isinstance(p, Shard) and p.dim == dim and axis.size > 1
+            ],
+        )
+        for dim, extent in enumerate(shape)
+    )
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether its features are parts of several projections, not one part of all."""
+    return getattr(module.__dict__.get("_tp2d"), "parts", 1) != 1
+
+
+def _gradients(reference: nn.Module, tried: nn.Module) -> dict[str, float]:
+    ours, found = dict(tried.named_parameters()), {}
+    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    scale = max([0.0, *(float(grad.norm()) for grad in wanted.values())])
+    for name, grad in wanted.items():
+        mine = ours[name].grad
+        if mine is None:
+            found[name] = float("inf")
+            continue
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        # Zero but for rounding: a key's bias, which softmax takes away.
+        found[name] = float((mine - grad).norm() / max(float(grad.norm()), 1e-9 * scale))
+    return found
+
+
+def _difference(whole: Tensor, wanted: Tensor) -> float:
+    scale = float(wanted.norm())
+    return float((whole.detach() - wanted.detach()).norm() / (scale or 1.0))
+
+
+def _over_mesh(x: Tensor, mesh: DeviceMesh, op: Any) -> None:
+    for name in (TP_COL, TP_ROW):
+        if mesh[name].size() > 1:
+            there = x.to(mesh.device_type)
+            dist.all_reduce(there, op, mesh.get_group(name))
+            x.copy_(there)
