@@ -137,15 +137,10 @@ def test_memory_rules_out_and_it_says_what_would_fit() -> None:
         suggest(_model(16), 2, memory=1000, **sizes)
 
 
-def _unknown(model: nn.Module, mesh: Any) -> Any:
-    return torch_tp2d.plan_for(nn.Linear(2, 2), mesh)
-
-
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no devices": ({"world_size": 0}, ValueError, "world_size is a number"),
     "a device of no table": ({"device": "tpu"}, ValueError, "'h100'"),
     "no link": ({"device": None}, ValueError, 'say link="400gbit"'),
-    "a plan of nobody's": ({"plan": _unknown}, ValueError, "has no ready plan"),
     "too many devices": (
         {"world_size": 67, "batch": 3},
         ValueError,
@@ -160,6 +155,11 @@ def test_what_cannot_be_suggested(given: Any, error: type[Exception], said: str)
     wanted |= given
     with pytest.raises(error, match=said):
         suggest(_model(16), wanted.pop("world_size"), **wanted)
+
+
+def test_a_model_without_a_plan() -> None:
+    with pytest.raises(ValueError, match="has no ready plan"):
+        suggest(nn.Linear(4, 4), 2, batch=4, seq=16, device=LINKS_ALONE)
 
 
 def _trains() -> list[float]:

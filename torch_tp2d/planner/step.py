@@ -132,7 +132,7 @@ def run_step(model: nn.Module, case: Case) -> Step:
                 if isinstance(module, nn.Dropout) and not case.dropout:
                     module.p = 0.0
             if case.plan is not NO_PLAN:
-                _apply(copied, grid, case.plan)
+                _apply(copied, grid, case)
             copied = copy_without_values(copied, mode)
             if case.recompute:
                 recompute_blocks(copied)
@@ -140,9 +140,10 @@ def run_step(model: nn.Module, case: Case) -> Step:
         return _record(copied, mesh, grid, case, mode)
 
 
-def _apply(model: nn.Module, grid: DeviceMesh, plan: PlanLike) -> None:
+def _apply(model: nn.Module, grid: DeviceMesh, case: Case) -> None:
+    plan = case.plan
     if plan is None:
-        plan = plan_for(model, grid)
+        plan = plan_for(model, grid, inputs=case.inputs)
     elif callable(plan):
         plan = plan(model, grid)
     parallelize_module(model, grid, plan, src_data_rank=None)

@@ -102,7 +102,7 @@ def suggest(
     if plan is None:
         # An unknown model is no matter of the mesh.
         with fake_mesh((1, 1), 0, "nccl") as mesh:
-            plan_for(model, mesh)
+            plan_for(model, mesh, inputs=inputs)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     machine, of_device = machine_of(device, link, per_node, transport, dtype)
     limit = of_device if memory is None else read_size(memory)
@@ -250,6 +250,7 @@ class _Search:
             plan: Any = plan_for(
                 model,
                 mesh,
+                inputs=self.case.inputs,
                 sequence_parallel=way.kind != "TP",
                 row_dim=way.row_dim,
                 algorithm=way.algorithm,

@@ -207,9 +207,7 @@ def _inputs(model: nn.Module, given: Any, batch: int, seq: int) -> Inputs:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     kwargs = {name: double(x) for name, x in (made.kwargs or {}).items()}
-    if hasattr(model, "config") and "input_ids" in kwargs:
-        kwargs["use_cache"] = False
-    return Inputs(tuple(map(double, made.args)), kwargs)
+    return Inputs(tuple(map(double, made.args)), kwargs).without_cache(model)
 
 
 def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:

@@ -27,7 +27,7 @@ from ..styles.module_kinds import describe_module, embeds, is_conv1d, is_linear
 from ..styles.replicated import Replicate
 from .losses import LossFunction, causal_lm_loss
 from .parts import Parts
-from .structure import BATCH, SEQ, Attention, Structure, own_parameters, structure_of
+from .structure import Attention, Structure, own_parameters, structure_of
 
 __all__ = ["DerivedPlan", "derived_plan"]
 
@@ -69,8 +69,8 @@ def derived_plan(
     Args:
         model: any, not parallelized yet; it is not changed.
         mesh: named ``("tp_row", "tp_col")``.
-        inputs: a dict of keyword arguments or a tuple of arguments of the model's forward, with a
-            batch of 2 and a sequence of 7, where its signature does not tell.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model's forward, where
+            its signature does not tell; of several sequences, the batch in their first dim.
         options: see :class:`Parts`. Without ``loss_parallel`` the logits of a model whose own loss
             this library does not know are whole.
 
@@ -111,9 +111,10 @@ class _Derivation:
         self.model, self.mesh, self.seen = model, mesh, seen
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.users = seen.users()
+        self.batch, self.seq = seen.tokens
         causal = seen.loss == "ForCausalLMLoss"
         defaults: dict[str, Any] = {"loss_parallel": causal}
-        if any(shape[0] == BATCH * SEQ for shape in seen.shapes.values()):
+        if any(shape[0] == self.batch * self.seq for shape in seen.shapes.values()):
             # All tokens in one dim: a part of every sequence could not be told from others.
             defaults["sequence_parallel"] = False
         self.parts = Parts(**{**defaults, **options})
@@ -250,11 +251,11 @@ class _Derivation:
             self._name(name, style, "whole on every rank: of no group")
 
     def _embedding(self, name: str, shape: tuple[int, ...]) -> None:
-        if shape == (BATCH, SEQ):
+        if shape == (self.batch, self.seq):
             self._name(name, self.parts.embedding(), "an embedding of tokens")
-        elif shape == (1, SEQ):
+        elif shape == (1, self.seq):
             self._name(name, self.parts.positions(), "an embedding of positions")
-        elif shape == (SEQ,):
+        elif shape == (self.seq,):
             on_row = Shard(0) if self.parts.row_dim == 1 else Whole()
             on_col = Shard(0) if self.parts.sequence_parallel else Whole()
             style = self.parts.embedding(output_layouts=(on_row, on_col))
@@ -283,7 +284,7 @@ class _Derivation:
     def _of_tokens(self, name: str) -> bool:
         """Whether a module takes all tokens, not one of each sequence."""
         shape = self.seen.shapes[name]
-        return len(shape) == 3 or shape[0] == BATCH * SEQ
+        return len(shape) == 3 or shape[0] == self.batch * self.seq
 
     @staticmethod
     def _is_within(name: str, other: str) -> bool:

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ class Inputs:
     def given_to(self, model: nn.Module) -> Any:
         """What the model returns."""
         return model(*self.args, **(self.kwargs or {}))
+
+    def without_cache(self, model: nn.Module) -> Inputs:
+        """The same, but that no keys and values are handed back."""
+        if "use_cache" not in inspect.signature(_own_forward(model)).parameters:
+            return self
+        return replace(self, kwargs={**(self.kwargs or {}), "use_cache": False})
 
 
 def sample_inputs(

@@ -19,7 +19,7 @@ from .sample import copy_without_values, sample_inputs
 __all__ = ["BATCH", "SEQ", "Attention", "Structure", "own_parameters", "structure_of"]
 
 BATCH, SEQ = 2, 7
-"""Sizes of the trace, by which ids of tokens and of positions are told."""
+"""Sizes of the trace, where no inputs are given."""
 
 Sources = Mapping[str, frozenset[str]]
 """The modules that a tensor was made by, and the functions that it has gone through since."""
@@ -51,6 +51,7 @@ class Structure:
     """What a forward did.
 
     Args:
+        tokens: batch and sequence, by which ids of tokens and of positions are told.
         given: of each module that has parameters of its own, in the order of the first calls, what
             its inputs were made by.
         shapes: of the first input of each.
@@ -59,6 +60,7 @@ class Structure:
         cut: of each projection, how the sizes of its features were told apart first, if they were.
     """
 
+    tokens: tuple[int, int] = BATCH, SEQ
     given: dict[str, dict[str, frozenset[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attentions: list[Attention] = field(default_factory=list)
@@ -109,11 +111,12 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
                 f"{type(model).__name__} takes neither ids nor images by its signature, so it "
                 f"cannot be tried: give inputs=, the arguments of its forward"
             )
-        if sample.kwargs is not None and hasattr(model, "config"):
-            sample.kwargs = {**sample.kwargs, "use_cache": False}
+        tensors = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
+        if inputs is not None:
+            tracer.found.tokens = _tokens_of(model, sample.ids, tensors)
         try:
             with tracer:
-                output = sample.given_to(copied)
+                output = sample.without_cache(model).given_to(copied)
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__} cannot run without values, from which its structure would "
@@ -121,6 +124,18 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
             ) from error
     tracer.found.output = tracer.merged(_first_output(output))
     return tracer.found
+
+
+def _tokens_of(model: nn.Module, ids: Tensor | None, tensors: list[Tensor]) -> tuple[int, int]:
+    """Batch and sequence of inputs that are given."""
+    first = next((x for x in (ids, *tensors) if x is not None and x.ndim > 1), None)
+    if first is None or 1 in (batch_and_sequence := first.shape[:2]):
+        raise ValueError(
+            f"of {type(model).__name__} inputs= tell no structure: give a batch of two or more "
+            f"sequences of two or more tokens"
+        )
+    batch, seq = batch_and_sequence
+    return batch, seq
 
 
 def _first_output(output: Any) -> Any:
