@@ -173,13 +173,7 @@ def write(args: argparse.Namespace, device: torch.device) -> None:
     rows, columns = args.grid
     shape = (args.dp * rows, columns)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("tp_row", "tp_col"))
-    model = from_pretrained(
-        AutoModelForCausalLM,
-        str(args.export),
-        grid,
-        # generate() reads whole logits.
-        lambda model: torch_tp2d.plan_for(model, grid, loss_parallel=False),
-    ).eval()
+    model = from_pretrained(AutoModelForCausalLM, str(args.export), grid).eval()
     asked = tokenizer([args.prompt] * shape[0], return_tensors="pt").to(device)
     words = model.generate(**asked, max_new_tokens=12, do_sample=False)
     say(tokenizer.decode(words[0], skip_special_tokens=True))

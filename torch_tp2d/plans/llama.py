@@ -47,7 +47,7 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
         model: the model, not parallelized yet.
         mesh: named ``("tp_row", "tp_col")``.
         options: see :class:`Parts`. With ``loss_parallel`` a Hugging Face model computes
-            its loss of ``labels`` by :func:`causal_lm_loss`; ``generate`` wants it False.
+            its loss of ``labels`` by :func:`causal_lm_loss`.
 
     Returns:
         A dict of module names and styles.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..loss import cross_entropy
 from ..mesh.grid import Grid
@@ -52,6 +54,8 @@ def causal_lm_loss(
 class LossFunction(GridStyle):
     """Sets what a model computes its loss by: the plan's entry for the model itself, ``""``.
 
+    While the model generates, its logits are gathered, as ``generate`` of transformers reads them.
+
     Args:
         function: becomes the module's ``loss_function``, which the models of transformers call
             with ``logits``, ``labels`` and ``vocab_size``.
@@ -72,6 +76,7 @@ class LossFunction(GridStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.loss_function = self.function  # type: ignore[assignment]
+        _gather_to_generate(module)
         return module
 
     def __repr__(self) -> str:
@@ -92,6 +97,7 @@ class LossOfLabels(GridStyle):
         """Fits any module."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        _gather_to_generate(module)
         return _LossRunner()
 
 
@@ -110,3 +116,25 @@ class _LossRunner(Runner):
         if isinstance(outputs, tuple):
             return cross_entropy(outputs[0], labels), *outputs
         return type(outputs)(loss=cross_entropy(outputs["logits"], labels), **outputs)
+
+
+def _gather_to_generate(module: nn.Module) -> None:
+    if callable(getattr(module, "generate", None)):
+        # Bound anew, not a closure, so that a copy of the model is asked for its own.
+        module.generate = MethodType(_generate, module)  # type: ignore[assignment]
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own ``generate``, which reads whole logits."""
+    hook = model.register_forward_hook(_whole_logits)
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    finally:
+        hook.remove()
+
+
+def _whole_logits(module: nn.Module, args: Any, output: Any) -> Any:
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    if isinstance(logits, DTensor):
+        output["logits"] = logits.full_tensor()
+    return output
