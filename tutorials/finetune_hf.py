@@ -43,10 +43,6 @@ from text import Batches
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import profile
@@ -54,7 +50,7 @@ from train_gpt2 import peak_memory
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import torch_tp2d
-from torch_tp2d.integrations.transformers import from_pretrained
+from torch_tp2d.integrations.transformers import from_pretrained, save_pretrained
 
 
 def parse_args() -> argparse.Namespace:
@@ -144,17 +140,12 @@ class Training:
 
 def export(args: argparse.Namespace, model: nn.Module, ids: Tensor) -> bool:
     """Writes a checkpoint that plain transformers loads; returns whether it is the model."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
+    save_pretrained(model, str(args.export))
     model.eval()
     with torch.no_grad():
         logits = whole(model(input_ids=ids, use_cache=False).logits)
     if dist.get_rank():
         return True
-    config = AutoConfig.from_pretrained(args.model)
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype])
-    plain.save_pretrained(args.export, state_dict=weights)
     plain = AutoModelForCausalLM.from_pretrained(args.export).to(ids.device).eval()
     with torch.no_grad():
         wanted = plain(input_ids=ids, use_cache=False).logits

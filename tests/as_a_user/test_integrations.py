@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import torch_tp2d
 from support import hf, models, world
 from support.marks import deep
 from support.models import grid_mesh, relative
@@ -232,6 +233,37 @@ def test_what_was_loaded_is_saved_again(saved: Callable[..., str]) -> None:
     path = saved(tie_word_embeddings=True)
     for differences in world.run(4, _other_plans, path):
         assert max(differences) < hf.TOLERANCE
+
+
+def _saved_again(path: str, folder: str, wrapped: bool) -> bool:
+    from torch_tp2d.integrations.transformers import from_pretrained, save_pretrained
+
+    model_class = _auto_class(path)
+    if wrapped:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
+        grid = mesh["tp_row", "tp_col"]
+        model = _on_one_device(path)
+        torch_tp2d.parallelize_module(model, grid, torch_tp2d.plan_for(model, grid))
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        model = from_pretrained(model_class, path, grid_mesh(2, 2), dtype=torch.float64)
+    save_pretrained(model, folder)
+    with pytest.raises(TypeError, match="Linear is no model of transformers"):
+        save_pretrained(nn.Linear(2, 2), folder)
+    reference, again = (
+        model_class.from_pretrained(where, dtype=torch.float64).state_dict()
+        for where in (path, folder)
+    )
+    return all(torch.equal(again[name], weight) for name, weight in reference.items())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_saved_for_plain_transformers(
+    saved: Callable[..., str], tmp_path: Path, wrapped: bool
+) -> None:
+    """A model's own save_pretrained ends in "data pointer on an invalid python storage"."""
+    folder = str(tmp_path / "again")
+    assert all(world.run(4, _saved_again, saved(), folder, wrapped))
 
 
 def _refusals(path: str, grouped: str, tied: str) -> None:

@@ -44,8 +44,9 @@ from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
 from ..styles.module_kinds import describe_module
 from ..styles.norm import Norm2D
 from ..styles.replicated import Replicate
+from .saving import save_pretrained
 
-__all__ = ["NAMES", "from_pretrained", "register"]
+__all__ = ["NAMES", "from_pretrained", "register", "save_pretrained"]
 
 OLDEST, NEWEST = (5, 18), (5, 23)
 """The versions of transformers whose loader has been seen to work with this."""

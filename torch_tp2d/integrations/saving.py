@@ -1,0 +1,54 @@
+"""A model on a grid as a checkpoint that plain transformers loads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedModel
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(model: nn.Module, path: str, **kwargs: Any) -> None:
+    """``model.save_pretrained(path, **kwargs)`` for a model on a grid, FSDP2 around or not.
+
+    To be called on every rank: the weights are gathered, parameter by parameter, on the first,
+    which holds the whole model on the CPU while it writes. The others wait for it.
+
+    Args:
+        model: of transformers, with a plan applied.
+        path: a folder.
+        kwargs: transformers' own: ``max_shard_size``, ``safe_serialization``, ...
+
+    Raises:
+        TypeError: for a model of no class of transformers.
+
+    Example::
+
+        >>> save_pretrained(model, "trained")
+        >>> AutoModelForCausalLM.from_pretrained("trained")
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"{type(model).__name__} is no model of transformers: save its state dict, by "
+            f"torch.distributed.checkpoint.state_dict.get_model_state_dict"
+        )
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        config = copy.deepcopy(model.config)
+        # What from_pretrained on a grid left there, for which its save waits for other ranks.
+        vars(config).pop("distributed_config", None)
+        # Without the classes that styles and FSDP2 put in front.
+        ours = ("torch_tp2d.", "torch.")
+        kind: Any = next(k for k in type(model).__mro__ if not k.__module__.startswith(ours))
+        with torch.device("meta"):
+            plain = kind(config)
+        plain.generation_config = model.generation_config
+        plain.save_pretrained(path, state_dict=weights, **kwargs)
+    dist.barrier()
