@@ -42,25 +42,27 @@ class Conv1D(nn.Module):
 class Mixer(nn.Module):
     """Products of three projections: wrong as soon as one feature stands beside another's."""
 
-    def __init__(self, conv: bool) -> None:
+    def __init__(self, conv: bool, widths: tuple[int, ...]) -> None:
         super().__init__()
-        self.width = HIDDEN
+        self.widths = widths
         self.drop: nn.Module = nn.Identity()
         if conv:
-            self.qkv, self.out = Conv1D(3 * HIDDEN, HIDDEN), Conv1D(HIDDEN, HIDDEN)
+            self.qkv, self.out = Conv1D(sum(widths), HIDDEN), Conv1D(HIDDEN, widths[0])
         else:
-            self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+            self.qkv, self.out = nn.Linear(HIDDEN, sum(widths)), nn.Linear(widths[0], HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split(self.width, -1)
+        q, k, v = self.qkv(x).split(self.widths, -1)
+        # As many query heads as there are use one key head.
+        k, v = (y.repeat_interleave(q.shape[-1] // y.shape[-1], -1) for y in (k, v))
         return x + self.out(self.drop(q.sin() * k.tanh() + v))
 
 
 class Model(nn.Module):
-    def __init__(self, conv: bool = True) -> None:
+    def __init__(self, conv: bool, widths: tuple[int, ...]) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Mixer(conv) for _ in range(3))
+        self.layers = nn.ModuleList(Mixer(conv, widths) for _ in range(3))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -69,16 +71,20 @@ class Model(nn.Module):
         return x
 
 
-def model(conv: bool = True) -> Model:
+ALIKE, GROUPED = (HIDDEN,) * 3, (2 * HIDDEN, HIDDEN, HIDDEN)
+"""Widths of queries, keys and values."""
+
+
+def model(conv: bool = True, widths: tuple[int, ...] = ALIKE) -> Model:
     torch.manual_seed(0)
-    return Model(conv).double()
+    return Model(conv, widths).double()
 
 
 def _plan(**options: Any) -> dict[str, Any]:
     algorithm = {key: options[key] for key in ("algorithm",) if key in options}
     return {
         "embed": Rowwise2D(output_layouts=Shard(1)),
-        "layers.*.qkv": Colwise2D(input_layouts=Shard(1), parts=3, **options),
+        "layers.*.qkv": Colwise2D(input_layouts=Shard(1), **{"parts": 3, **options}),
         "layers.*.out": Rowwise2D(output_layouts=Shard(1), **algorithm),
     }
 
@@ -86,7 +92,7 @@ def _plan(**options: Any) -> dict[str, Any]:
 def _parallelize(ours: Model, mesh: Any, **options: Any) -> None:
     torch_tp2d.parallelize_module(ours, mesh, _plan(**options))
     for layer in ours.layers:
-        layer.width //= mesh["tp_col"].size()
+        layer.widths = tuple(width // mesh["tp_col"].size() for width in layer.widths)
 
 
 def _steps(reference: nn.Module, ours: nn.Module, mesh: Any, part: Any = None) -> float:
@@ -115,9 +121,11 @@ def _steps(reference: nn.Module, ours: nn.Module, mesh: Any, part: Any = None) -
     return worst
 
 
-def _trained(rows: int, columns: int, conv: bool, options: dict[str, Any]) -> float:
+def _trained(
+    rows: int, columns: int, conv: bool, options: dict[str, Any], widths: tuple[int, ...] = ALIKE
+) -> float:
     mesh = grid_mesh(rows, columns)
-    reference = model(conv)
+    reference = model(conv, widths)
     ours = copy.deepcopy(reference)
     _parallelize(ours, mesh, **options)
     fused: Any = ours.layers[0].qkv
@@ -137,6 +145,9 @@ def _all_trained(rows: int, columns: int) -> dict[str, float]:
     ways["again"] = {"algorithm": "pipelined", **again}
     found = {name: _trained(rows, columns, True, options) for name, options in ways.items()}
     found["linear"] = _trained(rows, columns, False, {})
+    for name in ("pipelined", "stationary", "again"):
+        options = {**ways[name], "parts": GROUPED}
+        found[f"{name} of grouped"] = _trained(rows, columns, False, options, GROUPED)
     return found
 
 
@@ -183,17 +194,14 @@ def test_under_fsdp() -> None:
 
 def _dealt(columns: int) -> None:
     axis = Grid(grid_mesh(1, columns)).col
-    for parts in (1, 2, 3, 5):
-        for width in (1, 2):
-            whole = torch.arange(2 * parts * columns * width).view(2, -1)
-            size = parts * width
-            shard = whole[:, axis.index * size : (axis.index + 1) * size]
-            wanted = torch.cat(
-                [part.chunk(columns, 1)[axis.index] for part in whole.chunk(parts, 1)], 1
-            )
-            dealt = reshard_fused(shard, 1, parts, axis).wait()
-            assert torch.equal(dealt, wanted), (parts, width)
-            assert torch.equal(reshard_fused(dealt, 1, parts, axis, back=True).wait(), shard)
+    for parts in ((1,), (1, 1), (2, 2, 2), (1,) * 5, (4, 1, 1), (1, 3), (2, 1, 5)):
+        sizes = [columns * part for part in parts]
+        whole = torch.arange(2 * sum(sizes)).view(2, -1)
+        shard = whole.chunk(columns, 1)[axis.index]
+        of_each = [part.chunk(columns, 1)[axis.index] for part in whole.split(sizes, 1)]
+        dealt = reshard_fused(shard, 1, sizes, axis).wait()
+        assert torch.equal(dealt, torch.cat(of_each, 1)), parts
+        assert torch.equal(reshard_fused(dealt, 1, sizes, axis, back=True).wait(), shard), parts
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4])

@@ -115,7 +115,7 @@ def move(
 class _ReshardFused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, parts: int, axis: Axis, *shards: Tensor | int | None
+        ctx: Any, parts: Sequence[int], axis: Axis, *shards: Tensor | int | None
     ) -> tuple[Tensor | None, ...]:
         ctx.parts, ctx.axis, ctx.dims = parts, axis, shards[1::2]
         return _reshard_all(shards[::2], ctx.dims, parts, axis, back=False)
@@ -128,7 +128,7 @@ class _ReshardFused(torch.autograd.Function):
 
 
 def _reshard_all(
-    shards: Sequence[Any], dims: Sequence[Any], parts: int, axis: Axis, *, back: bool
+    shards: Sequence[Any], dims: Sequence[Any], parts: Sequence[int], axis: Axis, *, back: bool
 ) -> tuple[Tensor | None, ...]:
     moving = [
         None if shard is None else reshard_fused(shard, dim, parts, axis, back=back)
@@ -138,7 +138,7 @@ def _reshard_all(
 
 
 def reshard_fused_grad(
-    weight: Tensor, dim: int, bias: Tensor | None, parts: int, axis: Axis
+    weight: Tensor, dim: int, bias: Tensor | None, parts: Sequence[int], axis: Axis
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`reshard_fused` of a weight's ``dim`` and its bias, both at once.
 

@@ -35,7 +35,7 @@ def with_surroundings(entries: list[Entry]) -> list[Entry]:
             taking[id(entry.parent)].append((width, style.input_layouts[1]))
             if style.use_local_output:
                 # Fused projections are handed out side by side, for the user's code to take apart.
-                for features in {out_width, out_width // getattr(style, "parts", 1)}:
+                for features in {out_width, *style.part_sizes(out_width)}:
                     beside[id(entry.parent)].append((features, style.output_layouts[1]))
     told = []
     for entry in entries:

@@ -153,16 +153,16 @@ def check_heads(entry: Entry, grid: Grid) -> None:
     head = next((size for size in sizes if isinstance(size, int) and size > 0), None)
     features = out_features_of(entry.module)
     one = getattr(entry.parent, "split_size", None)
-    if isinstance(one, int) and features > one > 0 and features // one != style.parts:
+    counted = isinstance(style.parts, int)
+    if counted and isinstance(one, int) and features > one > 0 and features // one != style.parts:
         raise ValueError(
             f"{describe_module(entry.module)} is {features // one} projections of {one} features "
             f"side by side, and its module splits its output into them: a plain shard would mix "
             f"them up, give it parts={features // one}"
         )
-    out = features // style.parts
-    if head is None or out % head:
-        return
-    if (out // head) % grid.col.size:
+    for out in style.part_sizes(features):
+        if head is None or out % head or (out // head) % grid.col.size == 0:
+            continue
         raise ValueError(
             f"{describe_module(entry.module)} projects into {out // head} heads of {head}, which "
             f"do not divide over {grid.col.name}={grid.col.size}: use a mesh whose "

@@ -72,7 +72,7 @@ def check_fused(
         plain = not isinstance(style, Colwise2D) or not style.use_local_output
         if plain or linear.columns == 1 or style.output_layouts[1] not in _SPLIT:
             continue
-        if style.parts == 1 and style.says_parts:
+        if style.says_parts and (style.parts == 1 or isinstance(style.parts, tuple)):
             continue
         takers = _takers(linear, linears)
         why = _fused_heads(linear, takers) or _fused_parts(linear, takers)
@@ -140,8 +140,9 @@ def _fused_heads(linear: _Linear, takers: list[_Linear]) -> str:
             return (
                 f"has {out} features, as many as queries, keys and values of {counted}: a shard "
                 f"over {linear.columns} columns would mix them up, and parts of one size do so "
-                f"too. Make it three Linears, or use output_layouts=Replicate(); parts=1 says that "
-                f"its features are in another order, heads that belong together side by side"
+                f"too. Give it parts=({query * head}, {key * head}, {key * head}), which shares "
+                f"out each, or output_layouts=Replicate(); parts=1 says that its features are in "
+                f"another order, heads that belong together side by side"
             )
         if out == 2 * key * head and parts != 2:
             return (

@@ -292,7 +292,7 @@ def _part(shape: Sequence[int], y: Tensor, layout: Any, grid: Grid) -> tuple[int
 
 def _is_fused(module: nn.Module) -> bool:
     """Whether its features are parts of several projections, not one part of all."""
-    return getattr(module.__dict__.get("_tp2d"), "parts", 1) != 1
+    return bool(getattr(module.__dict__.get("_tp2d"), "parts", ()))
 
 
 def _gradients(reference: nn.Module, tried: nn.Module) -> dict[str, float]:

@@ -61,10 +61,13 @@ class MatmulStyle(MatmulOptions):
                 f"modules inside it, or use Norm2D for a norm and Replicate for anything else"
             )
         features = module.weight.shape[1 if is_conv1d(module) else 0]
-        if self.parts > 1 and (embeds(module) or features % (self.parts * grid.col.size)):
+        sizes = self.part_sizes(features)
+        divide = sum(sizes) == features and not any(size % grid.col.size for size in sizes)
+        if self.parts != 1 and (embeds(module) or not divide):
+            several = f"{self.parts} projections" if isinstance(self.parts, int) else sizes
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: its {features} "
-                f"features are not {self.parts} projections that divide over "
+                f"features are not {several} that divide over "
                 f"{grid.col.name}={grid.col.size}: use another number of columns, or "
                 f"output_layouts=Replicate() without parts"
             )
@@ -96,7 +99,7 @@ class MatmulStyle(MatmulOptions):
                 f"so dataflow={self.dataflow!r} and algorithm={self.algorithm!r} mean nothing for "
                 f"it: leave them out"
             )
-        if self.grad_layouts is not None or self.parts > 1:
+        if self.grad_layouts is not None or self.parts != 1:
             raise ValueError(
                 f"{describe_module(module)}: a patch embedding takes no grad_layouts and no parts: "
                 f"leave them out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -39,7 +39,7 @@ class MatmulOptions(GridStyle):
         reshard_after_forward: bool | None = None,
         regather_input: bool = False,
         grad_layouts: LayoutLike = None,
-        parts: int | None = None,
+        parts: int | Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         layouts.check_row_dim(row_dim)
@@ -61,14 +61,18 @@ class MatmulOptions(GridStyle):
                 f'backward: regather_input is for Colwise2D with "pipelined", leave it out'
             )
         self.says_parts = parts is not None
-        parts = 1 if parts is None else parts
-        if parts < 1 or (parts > 1 and not (self.rule is layouts.COLWISE and use_local_output)):
+        self.parts: int | tuple[int, ...] = (
+            1 if parts is None else parts if isinstance(parts, int) else tuple(parts)
+        )
+        least = min(self.parts, default=0) if isinstance(self.parts, tuple) else self.parts
+        if least < 1 or (
+            self.parts != 1 and not (self.rule is layouts.COLWISE and use_local_output)
+        ):
             raise ValueError(
                 f"parts is the number of projections that a fused weight holds side by side, at "
-                f"least 1, for Colwise2D with use_local_output=True, not {parts} for "
-                f"{type(self).__name__}"
+                f"least 1, or their sizes, for Colwise2D with use_local_output=True, not {parts} "
+                f"for {type(self).__name__}"
             )
-        self.parts = parts
         self.reshard_after_forward = reshard_after_forward
         self.regather_input = regather_input
         self.given_layouts = input_layouts, output_layouts, grad_layouts
@@ -83,11 +87,17 @@ class MatmulOptions(GridStyle):
                 raise ValueError(
                     f"{type(self).__name__}: layouts are made of Shard and Replicate, not {layout}"
                 )
-        if parts > 1 and self.output_layouts != (row, Shard(-1)):
+        if self.parts != 1 and self.output_layouts != (row, Shard(-1)):
             raise ValueError(
                 f"parts={parts} is for an output whose features are split, {(row, Shard(-1))}, "
                 f"not {self.output_layouts}: a whole output has the projections side by side anyway"
             )
+
+    def part_sizes(self, features: int) -> tuple[int, ...]:
+        """The sizes of the projections that a weight of so many features holds side by side."""
+        if isinstance(self.parts, tuple):
+            return self.parts
+        return (features // self.parts,) * self.parts
 
     shards_over_row = True
     """Whether tp_row holds 1/R of the weight; lifted stock styles replicate it there."""

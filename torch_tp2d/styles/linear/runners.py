@@ -49,11 +49,12 @@ class _OpRunner(Runner):
         regather_input: bool = False,
     ) -> None:
         self.style = style.rule.style
-        self.grid, self.parts = grid, style.parts
+        self.grid = grid
         transposed = is_conv1d(module)
         self.out_features, self.in_features = (
             reversed(module.weight.shape) if transposed else (module.weight.shape)
         )
+        self.parts = style.part_sizes(self.out_features) if style.parts != 1 else ()
         gathers = style.rule.gathers_input
         p, q = self.in_features, self.out_features
         if not gathers:
@@ -104,7 +105,7 @@ class LinearRunner(_OpRunner):
         """The weight and bias that this rank multiplies its output features by."""
         weight, bias = local_shards(module.weight, module.bias)
         weight, bias = low_precision(weight, bias)
-        if self.parts > 1:
+        if self.parts:
             return reshard_fused_grad(
                 weight, int(self.op.transposed), bias, self.parts, self.grid.col
             )
@@ -119,7 +120,7 @@ class LinearRunner(_OpRunner):
             kept = self.grid.context.accumulation.gathered(module, shard.dtype)
             return op.algorithm.prefetch(shard, op.cut) if kept is None else kept
 
-        copied = self.parts > 1 or weight.dtype != module.weight.dtype
+        copied = bool(self.parts) or weight.dtype != module.weight.dtype
         params = []
         if copied or self.op.cut.row.size > 1:
             params.append(module.weight)
@@ -206,7 +207,7 @@ class StationaryRunner(_OpRunner):
         weight, bias = local_shards(module.weight, module.bias)
         y = linear2d(x, weight, bias, Call(self.op))
         y = self.exit.output(y, sizes)
-        if self.parts > 1:
+        if self.parts:
             # The weight is not to move, so the few tokens' features do.
             y, _ = reshard_fused_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
         return y

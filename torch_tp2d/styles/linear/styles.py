@@ -82,11 +82,12 @@ class Colwise2D(MatmulStyle):
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along
             ``tp_row``, added to other tokens in each row: Partial there).
-        parts: how many projections of one size a fused weight holds side by side: 3 for the
-            queries, keys and values of GPT-2's ``c_attn``. The weight is sharded as any other
-            (and so saved as one matrix), but the output is this rank's share of each projection,
-            side by side. For that the ranks along ``tp_col`` exchange columns of their shards
-            before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
+        parts: how many projections of one size a fused weight holds side by side, 3 for the
+            queries, keys and values of GPT-2's ``c_attn``; or their sizes, as ``(64, 16, 16)`` of
+            four times as many query as key heads. Each has to divide by ``tp_col``. The weight is
+            sharded as any other (and so saved as one matrix), but the output is this rank's share
+            of each projection, side by side. For that the ranks along ``tp_col`` exchange columns
+            of their shards before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
             stationary, they exchange the output's features instead. None (default) is 1, and
             :func:`torch_tp2d.parallelize_module` refuses it where the Rowwise2D beside takes so
             much less than this module gives that there must be several; 1 says that there is one,
