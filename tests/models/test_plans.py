@@ -375,10 +375,10 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=r"Linear .*no ready plan.*'gpt2'.*'llama'"):
             plan_for(nn.Linear(2, 2), mesh)
         with pytest.raises(ValueError, match=r"of model_type 'phi3'"):
-            # Its queries, keys and values are of unequal sizes in one weight.
+            # One weight for all, and a key head that does not divide.
             sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
             config = transformers.Phi3Config(
-                **sizes, vocab_size=32, num_key_value_heads=8, pad_token_id=0
+                **sizes, vocab_size=32, num_key_value_heads=1, pad_token_id=0
             )
             plan_for(transformers.Phi3Model(config), mesh)
         with pytest.raises(TypeError, match="sequence_paralel"):

@@ -132,6 +132,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "OPTConfig",
         {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": HIDDEN, "dropout": 0.0},
     ),
+    # Queries, keys and values of unequal sizes in one weight, cut by what the config says.
+    "Phi3ForCausalLM": (
+        "Phi3Config",
+        {**_SIZES, "num_key_value_heads": 2, "pad_token_id": 0, "attention_dropout": 0.0},
+    ),
     "RobertaForMaskedLM": ("RobertaConfig", {**_SIZES, **_NO_DROPOUT, "pad_token_id": 1}),
     "ViTForImageClassification": (
         "ViTConfig",
@@ -190,7 +195,7 @@ ALL = [*MODELS, *DECODERS]
 @pytest.mark.parametrize(
     "rows,columns,names",
     [
-        (2, 2, ["GPTNeoXForCausalLM", "RobertaForMaskedLM", "Glm4"]),
+        (2, 2, ["GPTNeoXForCausalLM", "Phi3ForCausalLM", "RobertaForMaskedLM"]),
         *(deep(*grid, ALL) for grid in ((2, 2), (1, 4), (4, 1))),
     ],
     ids=lambda value: f"{len(value)}models" if isinstance(value, list) else None,

@@ -204,19 +204,24 @@ class _Derivation:
         self, name: str, heads: int, width: int
     ) -> tuple[ParallelStyle, dict[str, ParallelStyle]]:
         """Of queries, keys and values from one projection: the attention's style and its own."""
-        cut = self.seen.cut.get(name, ())
+        cut, columns = self.seen.cut.get(name, ()), self.mesh["tp_col"].size()
+        size = width // heads
+        if len(cut) == 3 and cut[0] == width > cut[1] == cut[2] and cut[1] % (size * columns) == 0:
+            # Fewer heads of keys and values.
+            style, _, _, _ = self.parts.attention(self.mesh, heads, cut[1] // size)
+            return style, {name: self.parts.colwise(parts=cut)}
         if self._widths(name)[1] == 3 * width:
             if cut == (width,) * 3 or cut[:1] == (3,):
                 style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3)
                 return style, {name: q}
-            if cut[:1] == (heads,) and heads % self.mesh["tp_col"].size() == 0:
+            if cut[:1] == (heads,) and heads % columns == 0:
                 # Head by head: each column has whole heads of all three.
                 style, _, _, _ = self.parts.attention(self.mesh, heads)
                 return style, {name: self.parts.colwise(parts=1)}
         raise self._unclear(
             name,
-            f"its features, cut into {cut}, are neither queries, keys and values alike one after "
-            f"the other, nor whole heads for each of {self.mesh['tp_col'].size()} columns",
+            f"its features, cut into {cut}, are neither queries, keys and values one after the "
+            f"other nor whole heads for each of {columns} columns",
         )
 
     # Single modules

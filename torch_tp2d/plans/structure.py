@@ -145,6 +145,15 @@ def _first_output(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) else output
 
 
+def _start(index: Any) -> int | None:
+    """Where an index begins to slice the last dim, if that is all that it does."""
+    if not isinstance(index, tuple) or index[0] is not Ellipsis or len(index) != 2:
+        return None
+    last = index[1]
+    plain = isinstance(last, slice) and last.step in (None, 1)
+    return (last.start or 0) if plain else None
+
+
 class _Tracer(TorchFunctionMode):
     """Follows each tensor from the module that made it."""
 
@@ -203,7 +212,7 @@ class _Tracer(TorchFunctionMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if made and name not in ("get", "set"):
             sources = self.merged((args, kwargs))
-            self._cuts(sources, made)
+            self._cuts(name, args, sources, made)
             for x in made:
                 before = self.merged(x)
                 through = {s: t | {name} for s, t in {**before, **sources}.items()}
@@ -217,11 +226,16 @@ class _Tracer(TorchFunctionMode):
         sources = [self.merged(x) for x in given]
         self.found.attentions.append(Attention(self._running[-1], given[0].shape[-3], sources))
 
-    def _cuts(self, sources: Sources, made: Sequence[Tensor]) -> None:
+    def _cuts(self, name: str, args: Any, sources: Sources, made: Sequence[Tensor]) -> None:
         """How the features of a projection are told apart by the first function that they meet."""
         for source, through in sources.items():
-            if not through and source not in self.found.cut:
-                x = made[0]
+            x, known = made[0], self.found.cut.get(source, ())
+            if through:
+                continue
+            if name == "getitem" and x.ndim == args[0].ndim and _start(args[1]) == sum(known):
+                # Slices of the features, one after the other.
+                self.found.cut[source] = (*known, x.shape[-1])
+            elif source not in self.found.cut:
                 # Parts one after the other, or the dims of a view.
                 told = [y.shape[-1] for y in made] if len(made) > 1 else list(x.shape[2:])
                 if x.ndim > 3 or len(made) > 1:

@@ -17,6 +17,7 @@ from ..intercept import Intercept
 from ..masks import Masks
 from ..module_kinds import describe_module
 from .call import Call
+from .config import local_config
 from .tokens import Tokens
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class AttentionRunner(Runner):
         self.heads = style.heads(module, grid.col)
         self.masks = Masks(grid, style.row_dim, None, (), owner=module)
         self.local_values = style.local_values(module, grid.col)
+        self.config_values = style.config_values(module, grid.col)
 
     def resolved(self) -> Resolved:
         return Resolved(self.declared, algorithm=self.algorithm, runs_parameters=False)
@@ -49,6 +51,8 @@ class AttentionRunner(Runner):
     def installed(self, module: nn.Module) -> None:
         for name, value in self.local_values.items():
             setattr(module, name, value)
+        if self.config_values:
+            module.config = local_config(module.config, self.config_values)
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = self.grid.context

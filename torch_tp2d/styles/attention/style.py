@@ -14,6 +14,7 @@ from ...ops.attention import Heads, check_groups
 from ..base import GridStyle, LayoutLike, Runner
 from ..module_kinds import HEADS, KEY_HEADS, describe_module, head_counts
 from .blocks import ACROSS
+from .config import read_from_config
 from .runner import AttentionRunner
 
 __all__ = ["Attention2D"]
@@ -162,6 +163,19 @@ class Attention2D(GridStyle):
             name: value // columns
             for name, value in values.items()
             if type(value) is int and value % columns == 0
+        }
+
+    def config_values(self, module: nn.Module, axis: Axis) -> dict[str, int]:
+        """What the module's forward reads from its config, with the values of this column."""
+        heads = self.heads(module, axis)
+        if heads is None or heads.whole_query:
+            return {}
+        whole_key = heads.whole_key
+        return {
+            name: heads.key // (1 if whole_key else axis.size)
+            if name in KEY_HEADS
+            else heads.query // axis.size
+            for name in read_from_config(module)
         }
 
     def check(self, module: nn.Module, grid: Grid) -> None:

@@ -87,11 +87,11 @@ class Colwise2D(MatmulStyle):
             four times as many query as key heads. Each has to divide by ``tp_col``. The weight is
             sharded as any other (and so saved as one matrix), but the output is this rank's share
             of each projection, side by side. For that the ranks along ``tp_col`` exchange columns
-            of their shards before the product, at most ``N*K/(R*C)`` elements, and of the gradient after. Weight
-            stationary, they exchange the output's features instead. None (default) is 1, and
-            :func:`torch_tp2d.parallelize_module` refuses it where the Rowwise2D beside takes so
-            much less than this module gives that there must be several; 1 says that there is one,
-            or that what belongs together stands side by side (queries, keys and values by heads).
+            of their shards before the product, at most ``N*K/(R*C)`` elements, and of the gradient
+            after. Weight stationary, they exchange the output's features instead. None (default)
+            is 1, and :func:`torch_tp2d.parallelize_module` refuses it where the Rowwise2D beside
+            takes so much less than this module gives that there must be several; 1 says that there
+            is one, or that what belongs together stands side by side (queries, keys and values by heads).
 
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.
