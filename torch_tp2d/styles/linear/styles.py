@@ -91,7 +91,8 @@ class Colwise2D(MatmulStyle):
             after. Weight stationary, they exchange the output's features instead. None (default)
             is 1, and :func:`torch_tp2d.parallelize_module` refuses it where the Rowwise2D beside
             takes so much less than this module gives that there must be several; 1 says that there
-            is one, or that what belongs together stands side by side (queries, keys and values by heads).
+            is one, or that what belongs together stands side by side (queries, keys and values by
+            heads).
 
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.
