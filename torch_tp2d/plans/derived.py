@@ -182,12 +182,15 @@ class _Derivation:
         where = _common([call.module, *group])
         if width % call.heads or not where:
             raise self._unclear(close, f"{width} features of {call.heads} heads, of {group}")
+        if own_parameters(self.modules[where]):
+            raise self._unclear(where, "an attention with parameters of its own")
         if len(group) == 1:
             style, opens = self._of_fused(group[0], call.heads, width)
         else:
             queries = [s for s in group if s in call.sources[0] and outs[s] == width][:1]
             others = {outs[s] for s in group if s not in queries}
-            if len(group) != 3 or len(queries) != 1 or len(others) != 1 or min(others) % size:
+            alike = len(group) == 3 and len(queries) == len(others) == 1
+            if not alike or min(others) % size or not all(self._by_heads(s, size) for s in group):
                 raise self._unclear(
                     close, f"of queries, keys and values of {call.heads} heads, {outs} were found"
                 )
@@ -200,6 +203,11 @@ class _Derivation:
         if close not in self.styles:
             self._name(close, self.parts.rowwise(), f"closes the heads of {where}")
 
+    def _by_heads(self, name: str, size: int) -> bool:
+        """Whether a projection is viewed as heads of so many features, if that is seen."""
+        cut = self.seen.cut.get(name)
+        return cut is None or cut == (self._widths(name)[1] // size, size)
+
     def _of_fused(
         self, name: str, heads: int, width: int
     ) -> tuple[ParallelStyle, dict[str, ParallelStyle]]:
@@ -210,14 +218,12 @@ class _Derivation:
             # Fewer heads of keys and values.
             style, _, _, _ = self.parts.attention(self.mesh, heads, cut[1] // size)
             return style, {name: self.parts.colwise(parts=cut)}
-        if self._widths(name)[1] == 3 * width:
-            if cut == (width,) * 3 or cut[:1] == (3,):
-                style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3)
-                return style, {name: q}
-            if cut[:1] == (heads,) and heads % columns == 0:
-                # Head by head: each column has whole heads of all three.
-                style, _, _, _ = self.parts.attention(self.mesh, heads)
-                return style, {name: self.parts.colwise(parts=1)}
+        one_by_one = cut in ((width,) * 3, (3, width), (3, heads, size))
+        by_heads = cut in ((heads, 3 * size), (heads, 3, size)) and heads % columns == 0
+        if self._widths(name)[1] == 3 * width and one_by_one != by_heads:
+            style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3)
+            # Head by head each column has whole heads of all three.
+            return style, {name: q if one_by_one else self.parts.colwise(parts=1)}
         raise self._unclear(
             name,
             f"its features, cut into {cut}, are neither queries, keys and values one after the "
