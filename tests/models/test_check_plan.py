@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from support import world
 from support.fake import fake_grid
-from support.models import grid_mesh, plan_dtensor, transformer
+from support.models import grid_mesh, noise, plan_dtensor, transformer
 from torch_tp2d import Colwise2D, Rowwise2D, check_plan, parallelize_module
 
 
@@ -71,6 +71,19 @@ def test_the_first_module_that_differs_is_named() -> None:
     words = r"act is the first to differ, its output by 3.0e\+00; of 9 gradients"
     for said in world.run(4, _wrong, 1, 4):
         assert re.search(words, said), said
+
+
+def _of_parts(rows: int, columns: int) -> float:
+    """A block alone, whose output is this rank's part of the tokens."""
+    mesh = grid_mesh(rows, columns)
+    block = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    x = distribute_tensor(noise(5, 7, 8), mesh, (Shard(0), Shard(1)))
+    plan = {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(output_layouts=Shard(1))}
+    return check_plan(block, mesh, plan, inputs=(x,)).worst
+
+
+def test_a_block_alone() -> None:
+    assert max(world.run(4, _of_parts, 2, 2)) < 1e-12
 
 
 def test_ranks_of_its_own() -> None:

@@ -83,8 +83,8 @@ def check_plan(
             ``if __name__ == "__main__"``.
         plan: as :func:`torch_tp2d.parallelize_module` takes it, a function of a model and a mesh
             that returns one, or None for :func:`torch_tp2d.plan_for`.
-        inputs: a dict of keyword arguments or a tuple of arguments of the model, whole; random ids
-            or images where its signature says enough.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model, whole, or DTensors
+            for a model without an embedding; random ids or images where its signature says enough.
         batch, seq: their sizes; by default such as do not divide.
         loss: a scalar of the model's output, by default its own loss, or a mean of squares.
         layers: at most so many of each list of equal layers are tried; None for all.
@@ -163,7 +163,7 @@ def _on_mesh(
     wanted: dict[str, Tensor] = {}
     # Copies: what follows may change them in place.
     with _outputs(reference, lambda name, y, _: wanted.setdefault(name, y.detach().clone())):
-        _loss(given.given_to(reference), loss).backward()
+        _loss(given.each(_gathered).given_to(reference), loss, mesh).backward()
     if plan is None:
         plan = plan_for(tried, mesh, inputs=inputs)
     elif callable(plan):
@@ -182,7 +182,7 @@ def _on_mesh(
             outputs[name] = _difference(whole, wanted[name])
 
     with _outputs(tried, compare):
-        _loss(given.given_to(tried), loss).backward()
+        _loss(given.given_to(tried), loss, mesh).backward()
     gradients = _gradients(reference, tried)
     names = [*outputs, *gradients]
     worst = torch.tensor([*outputs.values(), *gradients.values()], dtype=torch.float64)
@@ -203,22 +203,32 @@ def _inputs(model: nn.Module, given: Any, batch: int, seq: int) -> Inputs:
             f"{type(model).__name__} takes neither ids nor images by its signature: give inputs="
         )
 
-    def double(x: Any) -> Any:
-        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+    device = next(model.parameters()).device
 
-    kwargs = {name: double(x) for name, x in (made.kwargs or {}).items()}
-    return Inputs(tuple(map(double, made.args)), kwargs).without_cache(model)
+    def ready(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device, torch.float64 if x.is_floating_point() else None)
+
+    return made.each(ready).without_cache(model)
 
 
-def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+def _gathered(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _loss(out: Any, loss: Callable[[Any], Tensor] | None, mesh: DeviceMesh) -> Tensor:
     if loss is not None:
         return loss(out)
     own = out.get("loss") if isinstance(out, Mapping) else None
     if own is not None:
         return own
     (y, *_) = (x for x in _tensors(out) if x.is_floating_point())
-    y = y.square().mean()
-    return y.full_tensor() if isinstance(y, DTensor) else y
+    said = said_of(y)
+    if said.layout is not None and said.axes is not None:
+        # A part of the output: the mean is of all.
+        y = to_dtensor(y, said.layout, Grid(mesh, said.axes))
+    return _gathered(y.square().mean())
 
 
 @contextmanager
@@ -269,7 +279,7 @@ def _whole(
     _over_mesh(agreed, mesh, dist.ReduceOp.MIN)
     if not agreed.item():
         return None
-    return y.full_tensor() if isinstance(y, DTensor) else y
+    return _gathered(y)
 
 
 def _part(shape: Sequence[int], y: Tensor, layout: Any, grid: Grid) -> tuple[int, ...] | None:
@@ -304,7 +314,7 @@ def _gradients(reference: nn.Module, tried: nn.Module) -> dict[str, float]:
         if mine is None:
             found[name] = float("inf")
             continue
-        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        mine = _gathered(mine)
         # Zero but for rounding: a key's bias, which softmax takes away.
         found[name] = float((mine - grad).norm() / max(float(grad.norm()), 1e-9 * scale))
     return found

@@ -61,6 +61,11 @@ class Inputs:
         """What the model returns."""
         return model(*self.args, **(self.kwargs or {}))
 
+    def each(self, change: Callable[[Any], Any]) -> Inputs:
+        """The same, with each argument changed."""
+        kwargs = {name: change(x) for name, x in (self.kwargs or {}).items()}
+        return Inputs(tuple(map(change, self.args)), kwargs, change(self.ids))
+
     def without_cache(self, model: nn.Module) -> Inputs:
         """The same, but that no keys and values are handed back."""
         if "use_cache" not in inspect.signature(_own_forward(model)).parameters:
