@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from expecttest import TestCase
 from torch import Tensor, nn
@@ -517,6 +518,7 @@ def _on_gloo() -> int:
     return forward.total_bytes + backward.total_bytes
 
 
+@pytest.mark.deep
 def test_gloo_moves_no_more_than_the_arithmetic() -> None:
     """On gloo reduce-scatters are all-to-alls: other collectives, the same bytes."""
     with fake_grid(2, 2) as mesh:

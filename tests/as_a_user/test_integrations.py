@@ -257,7 +257,7 @@ def _saved_again(path: str, folder: str, wrapped: bool) -> bool:
     return all(torch.equal(again[name], weight) for name, weight in reference.items())
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [False, deep(True)])
 def test_saved_for_plain_transformers(
     saved: Callable[..., str], tmp_path: Path, wrapped: bool
 ) -> None:

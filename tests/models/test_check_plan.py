@@ -90,6 +90,10 @@ def test_ranks_of_its_own() -> None:
     found = check_plan(transformer(), (1, 2), plan_dtensor(), batch=3, seq=5, layers=1)
     assert found.worst < 1e-10 and not any("layers.1" in name for name in found.outputs)
     assert "gradients within" in str(found)
+
+
+@pytest.mark.deep
+def test_a_rank_of_its_own_fails() -> None:
     with pytest.raises(ValueError, match="on rank 0 of mesh .tp_row=1, tp_col=2.: ValueError"):
         check_plan(Model(), (1, 2), {"embad": Rowwise2D()})
 
