@@ -11,9 +11,9 @@ from .mesh.no_sync import no_sync
 from .mesh.tokens import token_sizes
 from .ops.attention import balanced_order, sharding  # noqa: F401  sharding registers a rule
 from .parallelize import layouts_of, parallelize_module
+from .planner.check_plan import check_plan
 from .planner.describe import describe
 from .planner.suggest import suggest
-from .planner.verify import check_plan
 from .plans import plan_for
 from .styles.attention import Attention2D, attention2d, attention_projections
 from .styles.base import GridStyle

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import parallelize_module as stock_parall
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_tp2d
+from support.decoders import SIZES, VOCAB
 from support.marks import deep
 from support.record import Collective, Exposed, Machine, Record, Recorder, as_rank, disagreement
 from torch_tp2d import (
@@ -53,7 +54,6 @@ Step = Callable[[], Any]
 Case = Callable[[DeviceMesh, str], Step]
 """Applies a plan to a model on a device, and returns what runs a step's forward to its loss."""
 
-VOCAB = 33
 EVEN, UNEVEN = (4, 8), (5, 7)
 
 
@@ -62,16 +62,7 @@ def _ids(size: tuple[int, int], device: str) -> torch.Tensor:
 
 
 def _llama(**config: Any) -> Any:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "attention_dropout": 0.1,
-    }
+    sizes = {**SIZES, "attention_dropout": 0.1}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
 
 

@@ -250,6 +250,9 @@ def _saved_again(path: str, folder: str, wrapped: bool) -> bool:
     save_pretrained(model, folder)
     with pytest.raises(TypeError, match="Linear is no model of transformers"):
         save_pretrained(nn.Linear(2, 2), folder)
+    # On every rank, none of which waits for the first.
+    with pytest.raises(RuntimeError, match="rank 0 could not write .*Llama"):
+        save_pretrained(model, folder, max_shard_size="much")
     reference, again = (
         model_class.from_pretrained(where, dtype=torch.float64).state_dict()
         for where in (path, folder)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import torch_tp2d
 from support import world
-from support.decoders import decoder, in_fp64_throughout, transformers, waved
+from support.decoders import SIZES, VOCAB, decoder, in_fp64_throughout, transformers, waved
 from support.fake import fake_grid
 from support.hf import Batch, causal_lm_batch, causal_lm_truth, on_grid, own_loss, train_beside
 from support.marks import deep
 from torch_tp2d.plans import DerivedPlan, derived_plan, plan_for
 
-VOCAB, HIDDEN, HEADS = 33, 16, 4
+HIDDEN, HEADS = 16, 4
 TOLERANCE = 1e-10
 
 
@@ -80,14 +80,7 @@ class Unheard(nn.Module):
         return self.guess(self.last(x))
 
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
+_SIZES = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
 _NO_DROPOUT: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
@@ -135,7 +128,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Queries, keys and values of unequal sizes in one weight, cut by what the config says.
     "Phi3ForCausalLM": (
         "Phi3Config",
-        {**_SIZES, "num_key_value_heads": 2, "pad_token_id": 0, "attention_dropout": 0.0},
+        {**SIZES, "pad_token_id": 0, "attention_dropout": 0.0},
     ),
     "RobertaForMaskedLM": ("RobertaConfig", {**_SIZES, **_NO_DROPOUT, "pad_token_id": 1}),
     "ViTForImageClassification": (

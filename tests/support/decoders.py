@@ -12,7 +12,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-__all__ = ["FAMILIES", "VOCAB", "decoder", "in_fp64_throughout", "waved"]
+__all__ = ["FAMILIES", "SIZES", "VOCAB", "decoder", "in_fp64_throughout", "waved"]
 
 VOCAB = 33
 ATTENTION: dict[str, Any] = {"head_dim": 4, "sliding_window": 4}
@@ -72,20 +72,21 @@ def in_fp64_throughout() -> Iterator[None]:
         Tensor.to, Tensor.float = to, as_float  # type: ignore[method-assign]
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+"""Of a Llama, tiny."""
+
+
 def decoder(family: str) -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    sizes = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, f"{family}Config")(**{**sizes, **FAMILIES[family]})
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     return waved(kind(config))

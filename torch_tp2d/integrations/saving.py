@@ -27,6 +27,7 @@ def save_pretrained(model: nn.Module, path: str, **kwargs: Any) -> None:
 
     Raises:
         TypeError: for a model of no class of transformers.
+        RuntimeError: on every rank, if the first cannot write.
 
     Example::
 
@@ -40,15 +41,27 @@ def save_pretrained(model: nn.Module, path: str, **kwargs: Any) -> None:
         )
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
+    failed: list[str | None] = [None]
     if dist.get_rank() == 0:
-        config = copy.deepcopy(model.config)
-        # What from_pretrained on a grid left there, for which its save waits for other ranks.
-        vars(config).pop("distributed_config", None)
-        # Without the classes that styles and FSDP2 put in front.
-        ours = ("torch_tp2d.", "torch.")
-        kind: Any = next(k for k in type(model).__mro__ if not k.__module__.startswith(ours))
-        with torch.device("meta"):
-            plain = kind(config)
-        plain.generation_config = model.generation_config
-        plain.save_pretrained(path, state_dict=weights, **kwargs)
-    dist.barrier()
+        try:
+            _write(model, weights, path, kwargs)
+        except Exception as error:  # A full disk, say: for every rank to raise, or they would wait.
+            failed = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise RuntimeError(f"rank 0 could not write {type(model).__name__} to {path}: {failed[0]}")
+
+
+def _write(
+    model: PreTrainedModel, weights: dict[str, Any], path: str, kwargs: dict[str, Any]
+) -> None:
+    config = copy.deepcopy(model.config)
+    # What from_pretrained on a grid left there, for which its save waits for other ranks.
+    vars(config).pop("distributed_config", None)
+    # Without the classes that styles and FSDP2 put in front.
+    ours = ("torch_tp2d.", "torch.")
+    kind: Any = next(k for k in type(model).__mro__ if not k.__module__.startswith(ours))
+    with torch.device("meta"):
+        plain = kind(config)
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(path, state_dict=weights, **kwargs)

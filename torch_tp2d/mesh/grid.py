@@ -135,11 +135,8 @@ class Grid:
 
         Of keys that do not divide each column uses some; each row adds positions to its own tokens.
         """
-        row, col = (
-            axis.size > 1 and not names.isdisjoint(said_of(x).shares)
-            for axis, names in zip((self.row, self.col), names_of(self.axes), strict=True)
-        )
-        return row, col
+        on_row, on_col = (not names.isdisjoint(said_of(x).shares) for names in names_of(self.axes))
+        return self.row.size > 1 and on_row, self.col.size > 1 and on_col
 
     def misfit(self, x: Tensor, declared: Layout) -> tuple[Layout, Layout] | None:
         """Where a style has handed out a local tensor in another layout than is declared: both.
@@ -215,9 +212,9 @@ class Grid:
         src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
         for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard) and p.dim < x.ndim - 1}:
             if _moves(dim, src, dst):
-                self._told(x, dim, self._cuts(dim, src), src)
+                self._told(x, dim, self.cuts(dim, src), src)
 
-    def _cuts(self, dim: int, layout: Layout) -> list[Axis]:
+    def cuts(self, dim: int, layout: Layout) -> list[Axis]:
         """The axes that split a dim, the outer one first."""
         cuts = [a for a, p in zip((self.row, self.col), layout, strict=True) if _shards(p, dim)]
         return [axis for axis in cuts if axis.size > 1]
@@ -225,7 +222,7 @@ class Grid:
     def _asked(
         self, x: Tensor, dim: int, layout: Layout, features: int | None
     ) -> Callable[[], int]:
-        cuts = self._cuts(dim, normalize(layout, x.ndim))
+        cuts = self.cuts(dim, normalize(layout, x.ndim))
         if not cuts:
             return lambda: x.shape[dim]
         if features is not None and dim == x.ndim - 1:

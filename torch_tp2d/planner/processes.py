@@ -94,7 +94,7 @@ def _rank(
     try:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=(TP_ROW, TP_COL))
         answers.put((rank, True, body(mesh, *args)))
-    except Exception as error:
+    except Exception as error:  # Whatever it is, it is the caller's, and this process ends.
         answers.put((rank, False, f"{type(error).__name__}: {error}"))
     finally:
         dist.destroy_process_group()

@@ -117,7 +117,7 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
         try:
             with tracer:
                 output = sample.without_cache(model).given_to(copied)
-        except Exception as error:
+        except Exception as error:  # Whatever a forward of the user's may raise.
             raise ValueError(
                 f"{type(model).__name__} cannot run without values, from which its structure would "
                 f"be seen: {type(error).__name__}: {str(error).splitlines()[0]}"

@@ -117,8 +117,8 @@ class Masks:
         self._here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
-        self._given, self._taken = _Widths(grid.col, beside), _Widths(grid.col, taking)
-        self._given_or_stream = _Widths(grid.col, beside, surroundings.widths or ())
+        self._given = _Widths(grid.col, beside, surroundings.widths or ())
+        self._taken = _Widths(grid.col, taking)
 
     def resolved(self) -> Resolved:
         """What is certain of the tensors that are dropped from, before one of them is seen."""
@@ -280,7 +280,7 @@ class Masks:
         Raises:
             ValueError: if none tells, on every rank.
         """
-        told = self._given_or_stream.told(x.shape[-1])
+        told = self._given.told(x.shape[-1])
         if True not in told:
             return False
         made = self._of_features(x)
@@ -308,11 +308,7 @@ class Masks:
         index = []
         for dim, size in enumerate(x.shape):
             start = 0
-            cuts = [
-                axis
-                for axis, p in zip((self.grid.row, self.grid.col), layout, strict=True)
-                if isinstance(p, Shard) and p.dim == dim and axis.size > 1
-            ]
+            cuts = self.grid.cuts(dim, layout)
             if cuts:
                 if shape is not None:
                     extent: int | None = shape[dim]

@@ -283,12 +283,9 @@ class WholeRunner(Runner):
         wanted = layout if self.wanted is None else self.wanted
         grads = layout if self.grad_layouts is None else self.grad_layouts
         as_given = use_local and normalize(wanted, x.ndim) == normalize(layout, x.ndim)
-        if not as_given or any(
-            p.is_partial() and not s for p, s in zip(grads, shares, strict=True)
-        ):
-            along = [
-                a.name for a, s in zip((self.grid.row, self.grid.col), shares, strict=True) if s
-            ]
+        both = list(zip((self.grid.row, self.grid.col), shares, grads, strict=True))
+        if not as_given or any(p.is_partial() and a.size > 1 and not s for a, s, p in both):
+            along = [axis.name for axis, share, _ in both if share]
             raise ValueError(
                 f"{self.here} is given a local tensor of shape {tuple(x.shape)} in layout {layout} "
                 f"whose gradient is a share of each rank's along {along}, as that of keys which do "

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from .._torch_compat import tree_leaves
 from ..mesh.axes import part_of
@@ -287,17 +287,7 @@ def _part(shape: Sequence[int], y: Tensor, layout: Any, grid: Grid) -> tuple[int
     if len(shape) != y.ndim:
         return None
     placements = normalize(layout, y.ndim)
-    return tuple(
-        part_of(
-            extent,
-            [
-                axis
-                for axis, p in zip((grid.row, grid.col), placements, strict=True)
-                if isinstance(p, Shard) and p.dim == dim and axis.size > 1
-            ],
-        )
-        for dim, extent in enumerate(shape)
-    )
+    return tuple(part_of(extent, grid.cuts(dim, placements)) for dim, extent in enumerate(shape))
 
 
 def _is_fused(module: nn.Module) -> bool:
