@@ -519,6 +519,20 @@ def test_attention_on_a_row_without_tokens_in_a_model_without_an_embedding(row_d
         assert max(seen.values()) < 1e-12, seen
 
 
+def _watched(row_dim: int) -> dict[str, float]:
+    torch_tp2d.debug.enable()
+    try:
+        return _attention_on_few_samples(row_dim)
+    finally:
+        torch_tp2d.debug.disable()
+
+
+def test_debug_mode_where_gradients_come_in_another_order() -> None:
+    """To a row without tokens they do: debug mode said that the ranks did different things."""
+    for seen in world.run(4, _watched, 0):
+        assert max(seen.values()) < 1e-12, seen
+
+
 def _functional_rank() -> dict[str, float]:
     mesh = grid_mesh(2, 2)
     row, _ = mesh.get_coordinate()

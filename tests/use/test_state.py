@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map_only
 
 import torch_tp2d
 from support import world
@@ -135,7 +136,9 @@ class Training:
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options),
         }
         if dist.get_rank() == 0:
-            torch.save(state, path)
+            # torch 2.12 gathers columns that do not divide into a view, whose elements its own
+            # broadcast_from_rank0 then sends in the wrong order.
+            torch.save(tree_map_only(Tensor, Tensor.contiguous, state), path)
 
     def load_whole(self, path: Path) -> Training:
         """From rank 0, which alone reads the file."""

@@ -83,8 +83,14 @@ def _copies(modules: Iterable[nn.Module]) -> list[tuple[Axis, list[_Copy]]]:
                     continue
                 if isinstance(param.placements[names.index(axis.name)], Replicate):
                     copy = _Copy(f"{layer}.{name}" if layer else name, param)
-                    found.setdefault(axis.group, (axis, {}))[1].setdefault(id(param), copy)
-    return [(axis, list(copies.values())) for axis, copies in found.values()]
+                    copies = found.setdefault(axis.group, (axis, {}))[1]
+                    known = copies.get(id(param), copy)
+                    copies[id(param)] = min(known, copy, key=lambda one: one.name)
+    # By name: gradients reach a row without samples in an order of its own.
+    return [
+        (axis, sorted(copies.values(), key=lambda copy: copy.name))
+        for axis, copies in sorted(found.values(), key=lambda of: of[0].name)
+    ]
 
 
 def _compare_along(axis: Axis, copies: list[_Copy]) -> None:

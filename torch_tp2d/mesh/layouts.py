@@ -147,7 +147,7 @@ def normalize(layout: Layout, ndim: int) -> Layout:
 
 def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
     # isinstance of what a class is not takes ten times as long, here where all layouts come by.
-    if type(placement) is Replicate or not isinstance(placement, Shard):
+    if placement.is_replicate() or not isinstance(placement, Shard):
         return placement
     dim = placement.dim
     if 0 <= dim < ndim:

@@ -25,11 +25,13 @@ from .derived import DerivedPlan, derived_plan
 from .gpt2 import gpt2_plan
 from .llama import is_tutorial_llama, llama_plan
 from .losses import LossFunction, LossOfLabels, causal_lm_loss
+from .methods import AsTransformers
 from .parts import Parts, Plan
 from .swin import image_classification_loss, swin_plan
 from .t5 import t5_plan
 
 __all__ = [
+    "AsTransformers",
     "DerivedPlan",
     "LossFunction",
     "LossOfLabels",

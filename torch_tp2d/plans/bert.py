@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..styles.linear import Colwise2D
 from ..styles.norm import Norm2D
 from .losses import LossOfLabels
+from .methods import AsTransformers
 from .parts import Parts, Plan, inner_prefix
 
 __all__ = ["bert_plan"]
@@ -65,6 +66,6 @@ def bert_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             row_dim=parts.row_dim, use_local_output=False
         )
         plan[f"{predictions}.decoder"] = parts.head()
-        if parts.loss_parallel:
-            plan[""] = LossOfLabels()
+    own = hasattr(model, "cls") and parts.loss_parallel
+    plan[""] = LossOfLabels() if own else AsTransformers()
     return plan

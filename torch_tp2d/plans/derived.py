@@ -26,6 +26,7 @@ from ..parallelize.resolve import features_of
 from ..styles.module_kinds import describe_module, embeds, is_conv1d, is_linear
 from ..styles.replicated import Replicate
 from .losses import LossFunction, causal_lm_loss
+from .methods import AsTransformers
 from .parts import Parts
 from .structure import Attention, Structure, own_parameters, structure_of
 
@@ -136,6 +137,9 @@ class _Derivation:
         if self.own_loss:
             plan[""] = LossFunction(causal_lm_loss)
             plan.reasons[""] = "the loss, of logits that stay split over the vocabulary"
+        elif hasattr(self.model, "get_input_embeddings"):
+            plan[""] = AsTransformers()
+            plan.reasons[""] = "inputs_embeds and generate, as transformers has them"
         return plan
 
     # Groups

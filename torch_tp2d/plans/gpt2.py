@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .losses import LossFunction, causal_lm_loss
+from .methods import AsTransformers
 from .parts import Parts, Plan, first_layer, inner_prefix
 
 __all__ = ["gpt2_plan"]
@@ -57,6 +58,6 @@ def gpt2_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     }
     if hasattr(model, "lm_head"):
         plan["lm_head"] = parts.head()
-        if parts.loss_parallel:
-            plan[""] = LossFunction(causal_lm_loss)
+    own = "lm_head" in plan and parts.loss_parallel
+    plan[""] = LossFunction(causal_lm_loss) if own else AsTransformers()
     return plan

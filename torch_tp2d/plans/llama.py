@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .losses import LossFunction, causal_lm_loss
+from .methods import AsTransformers
 from .parts import Parts, Plan, first_layer, inner_prefix
 
 __all__ = ["is_tutorial_llama", "llama_plan"]
@@ -89,8 +90,9 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             plan[f"{base}{name}"] = parts.norm()
     if hasattr(model, names.head):
         plan[names.head] = parts.head()
-        if parts.loss_parallel and hasattr(model, "loss_function"):
-            plan[""] = LossFunction(causal_lm_loss)
+    if hasattr(model, "get_input_embeddings"):
+        own = hasattr(model, names.head) and parts.loss_parallel
+        plan[""] = LossFunction(causal_lm_loss) if own else AsTransformers()
     return plan
 
 

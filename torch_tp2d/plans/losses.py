@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ..loss import cross_entropy
 from ..mesh.grid import Grid
 from ..styles.base import GridStyle, Runner
+from .methods import AsTransformers, adapt
 
 __all__ = ["LossFunction", "LossOfLabels", "causal_lm_loss"]
 
@@ -51,33 +50,23 @@ def causal_lm_loss(
     return total / num_items_in_batch
 
 
-class LossFunction(GridStyle):
+class LossFunction(AsTransformers):
     """Sets what a model computes its loss by: the plan's entry for the model itself, ``""``.
 
-    While the model generates, its logits are gathered, as ``generate`` of transformers reads them.
+    Its methods are as :class:`AsTransformers` has them.
 
     Args:
         function: becomes the module's ``loss_function``, which the models of transformers call
             with ``logits``, ``labels`` and ``vocab_size``.
     """
 
-    is_hook = True
-    places_inside = False
-
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 
-    def check(self, module: nn.Module, grid: Grid) -> None:
-        """Fits any module."""
-
-    def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        raise AssertionError("a loss function runs no module")
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.loss_function = self.function  # type: ignore[assignment]
-        _gather_to_generate(module)
-        return module
+        return super()._apply(module, device_mesh)
 
     def __repr__(self) -> str:
         return f"LossFunction({self.function.__name__})"
@@ -89,6 +78,7 @@ class LossOfLabels(GridStyle):
     Given ``labels=``, the model runs without them and the loss, the mean cross entropy of its
     logits over the labels that are not -100, is that of :func:`torch_tp2d.cross_entropy`. A model
     that makes its decoder's inputs of the labels (``prepare_decoder_input_ids_from_labels``) does.
+    Its methods are as :class:`AsTransformers` has them.
     """
 
     is_hook = True
@@ -97,7 +87,7 @@ class LossOfLabels(GridStyle):
         """Fits any module."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        _gather_to_generate(module)
+        adapt(module, grid)
         return _LossRunner()
 
 
@@ -116,25 +106,3 @@ class _LossRunner(Runner):
         if isinstance(outputs, tuple):
             return cross_entropy(outputs[0], labels), *outputs
         return type(outputs)(loss=cross_entropy(outputs["logits"], labels), **outputs)
-
-
-def _gather_to_generate(module: nn.Module) -> None:
-    if callable(getattr(module, "generate", None)):
-        # Bound anew, not a closure, so that a copy of the model is asked for its own.
-        module.generate = MethodType(_generate, module)  # type: ignore[assignment]
-
-
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own ``generate``, which reads whole logits."""
-    hook = model.register_forward_hook(_whole_logits)
-    try:
-        return type(model).generate(model, *args, **kwargs)
-    finally:
-        hook.remove()
-
-
-def _whole_logits(module: nn.Module, args: Any, output: Any) -> Any:
-    logits = output.get("logits") if isinstance(output, Mapping) else None
-    if isinstance(logits, DTensor):
-        output["logits"] = logits.full_tensor()
-    return output

@@ -18,6 +18,7 @@ from ..styles.base import GridStyle, Resolved, Runner, local_shards
 from ..styles.local_math import SumGrads
 from ..styles.module_kinds import describe_module, is_embedding
 from .losses import LossOfLabels
+from .methods import AsTransformers
 from .parts import Parts, Plan
 
 __all__ = ["HeadBias", "RelativeAttention2D", "t5_plan"]
@@ -251,6 +252,6 @@ def t5_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
         plan[f"{stack}.final_layer_norm"] = parts.norm()
     if hasattr(model, "lm_head"):
         plan["lm_head"] = parts.head()
-        if parts.loss_parallel:
-            plan[""] = LossOfLabels()
+    own = "lm_head" in plan and parts.loss_parallel
+    plan[""] = LossOfLabels() if own else AsTransformers()
     return plan

@@ -133,12 +133,27 @@ class EmbeddingRunner(Runner):
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         whole: Layout = Replicate(), Replicate()
         ids = Entry(self.grid, self.declared, whole, self.row_dim).shard(x, module)
-        wanted = self._output_layout(ids.ndim)
-        if ids.ndim == 2 and isinstance(wanted[0], Shard):
-            self.grid.context.tokens = tuple(ids.shape)
+        wanted = self._told(ids.shape)
         (weight,) = local_shards(module.weight)
         y = embedding2d(ids, weight, self.vocab_start, module.padding_idx)
         return self._exit(self.result, wanted, local=local).output(y, tuple(ids.shape)), ids.shape
+
+    def hand_on(self, embeds: Tensor) -> Tensor:
+        """What a look-up of ids would have handed on, had it found ``embeds``.
+
+        Args:
+            embeds: ``[batch, sequence, hidden]``, whole on every rank, as its gradient will be.
+        """
+        sizes, whole = embeds.shape[:-1], (Replicate(), Replicate())
+        wanted = self._told(sizes)
+        return self._exit(whole, wanted, local=self.use_local_output).output(embeds, tuple(sizes))
+
+    def _told(self, sizes: torch.Size) -> Layout:
+        """The output's layout for ids of ``sizes``, which all that follows goes by."""
+        wanted = self._output_layout(len(sizes))
+        if len(sizes) == 2 and isinstance(wanted[0], Shard):
+            self.grid.context.tokens = tuple(sizes)
+        return wanted
 
     def _exit(self, have: Layout, wanted: Layout, *, local: bool) -> Exit:
         grads = self.grad_layouts

@@ -1,0 +1,162 @@
+"""What the methods of a Hugging Face model take and read, of a model that lies on a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..comm import all_gather
+from ..mesh.grid import Grid, describe_mesh
+from ..styles.base import GridStyle, Runner
+from ..styles.embedding import EmbeddingRunner
+
+__all__ = ["AsTransformers"]
+
+EMBEDDED = ("inputs_embeds", "decoder_inputs_embeds")
+"""The arguments that stand for ids: what an embedding would have made of them."""
+
+
+class AsTransformers(GridStyle):
+    """A model whose methods are used as transformers has them: the plan's entry for it, ``""``.
+
+    * ``inputs_embeds`` (``decoder_inputs_embeds``) that are plain tensors are whole, ``[B, S, H]``,
+      the same on every rank, as ids are; so is their gradient. They go on as the embedding hands on
+      what it looked up. A DTensor is taken as it is.
+    * ``generate`` reads whole logits, and beam search finds the keys and values of beams that
+      another row computed: where the beams of a sample lie on several rows, caches are gathered
+      along ``tp_row`` after each token.
+    * ``resize_token_embeddings`` is refused: before the plan it does what it should.
+
+    Example::
+
+        >>> plan = {"model.embed_tokens": Block2DParallel(), ..., "": AsTransformers()}
+    """
+
+    is_hook = True
+    places_inside = False
+
+    def check(self, module: nn.Module, grid: Grid) -> None:
+        """Fits any module: what it has not is left out."""
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        raise AssertionError("it runs no module")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        adapt(module, Grid(device_mesh))
+        return module
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def adapt(module: nn.Module, grid: Grid) -> None:
+    """Have the methods of a model do what :class:`AsTransformers` says.
+
+    They are bound anew and read the grid from a closure, so that a copy of the model has its own.
+    """
+
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return _generate(model, grid, *args, **kwargs)
+
+    def resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"{type(model).__name__} on mesh {describe_mesh(grid.mesh)} has its embedding and its "
+            f"head in shards: call resize_token_embeddings before parallelize_module"
+        )
+
+    for method in (generate, resize_token_embeddings):
+        if callable(getattr(module, method.__name__, None)):
+            setattr(module, method.__name__, MethodType(method, module))
+
+    def whole_embeds(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = {name: kwargs[name] for name in EMBEDDED if kwargs.get(name) is not None}
+        if not given:
+            return args, kwargs
+        embedding = getattr(model.get_input_embeddings(), "_tp2d", None)
+        for name, x in given.items():
+            if isinstance(embedding, EmbeddingRunner) and not isinstance(x, DTensor):
+                given[name] = embedding.hand_on(x)
+        return args, {**kwargs, **given}
+
+    if callable(getattr(module, "get_input_embeddings", None)):
+        module.register_forward_pre_hook(whole_embeds, with_kwargs=True)
+
+
+def _generate(model: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
+    """The model's own ``generate``, for as long as which it has what that needs."""
+
+    def reorder(cache: Any, beams: Tensor) -> Any:
+        for layer in _layers(cache):
+            _reorder(layer, beams, grid)
+        return cache
+
+    hooks = [model.register_forward_hook(_whole_logits)]
+    if getattr(model.config, "is_encoder_decoder", False):
+        hooks.append(model.get_encoder().register_forward_hook(_whole_states))
+    reorders = grid.row.size > 1 and not hasattr(model, "_reorder_cache")
+    if reorders:
+        model._reorder_cache = reorder
+    try:
+        return type(model).generate(model, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if reorders:
+            del model._reorder_cache
+
+
+def _whole_logits(module: nn.Module, args: Any, output: Any) -> Any:
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    if isinstance(logits, DTensor):
+        output["logits"] = logits.full_tensor()
+    return output
+
+
+def _whole_states(module: nn.Module, args: Any, output: Any) -> Any:
+    """An encoder's, which are repeated for each beam: not in shards, which may be uneven."""
+    states = output["last_hidden_state"]
+    if isinstance(states, DTensor):
+        output["last_hidden_state"] = states.redistribute(placements=[Replicate(), Replicate()])
+    return output
+
+
+def _layers(cache: Any) -> Iterator[Any]:
+    """The layers of a cache of transformers; of an encoder-decoder's those of both caches."""
+    parts = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
+    for part in filter(None, parts) if any(parts) else [cache]:
+        yield from part.layers
+
+
+def _reorder(layer: Any, beams: Tensor, grid: Grid) -> None:
+    """Leave in a layer's cache the keys and values of ``beams``, of which this row has a part.
+
+    Args:
+        layer: its keys and values are this row's, ``[B/R, heads, length, head_dim]``; a row
+            without a sample has one that stands in for none.
+        beams: ``[B]``, of all rows: for each sequence the one that it goes on from.
+    """
+    if not layer.get_seq_length():
+        return
+    row = grid.row
+    sizes = row.split(len(beams))
+    starts = [sum(sizes[:r]) for r in range(row.size)]
+    own = beams[starts[row.index] :][: sizes[row.index]]
+    # By what all ranks know, so that all of them gather, or none.
+    if all(
+        start <= beam < start + size
+        for start, size in zip(starts, sizes, strict=True)
+        for beam in beams[start : start + size].tolist()
+    ):
+        own = own - starts[row.index]
+    else:
+        layer.keys, layer.values = (
+            all_gather(x[: sizes[row.index]], 0, sizes, row).wait()
+            for x in (layer.keys, layer.values)
+        )
+    layer.reorder_cache(own if len(own) else torch.zeros_like(beams[:1]))
