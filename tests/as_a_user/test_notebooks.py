@@ -99,6 +99,7 @@ def ranks() -> Iterator[Any]:
     made.close()
 
 
+@pytest.mark.deep
 def test_what_fails_on_a_rank_fails_in_the_notebook(
     ranks: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

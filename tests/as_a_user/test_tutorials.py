@@ -99,6 +99,7 @@ class TestScripts:
     def test_fsdp(self) -> None:
         assert agrees(torchrun(4, "fsdp_tp2d_example.py", "--steps", 2, "--dtype", "fp64"))
 
+    @pytest.mark.deep
     def test_llama2(self, tokens: Path) -> None:
         args = ("--data", tokens, "--steps", 2, "--seq", 8, "--batch", 2, "--verify")
         assert agrees(torchrun(2, "llama2_tp2d.py", *args, "--grid", "2x1", "--recompute"))

@@ -54,7 +54,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("rows,columns", [deep(1, 1), (2, 2), deep(1, 4), deep(4, 1), deep(2, 3)])
+@pytest.mark.deep
+@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), (1, 4), (4, 1), (2, 3)])
 def test_a_decoder_that_knows_nothing_of_parallelism(rows: int, columns: int) -> None:
     """Heads that divide, key heads that do not, query heads that do not; masks of the model's own
     making; a batch that leaves a row without tokens.

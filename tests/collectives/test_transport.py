@@ -27,7 +27,7 @@ from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
 from torch_tp2d.runtime.deferred import Transfer
 
 TOLERANCE = 1e-10
-GRIDS = [(2, 2), deep(4, 1), (1, 2), deep(3, 2)]
+GRIDS = [(2, 2), deep(4, 1), deep(1, 2), deep(3, 2)]
 
 
 def _off_gloo(body: Callable[..., Any], *args: Any) -> Any:
@@ -84,7 +84,7 @@ def test_a_plan_trains_as_on_one_device(rows: int, columns: int) -> None:
         assert max(difference for difference, _ in answers) < TOLERANCE
 
 
-@pytest.mark.parametrize("algorithm", ["pipelined", "summa", "cannon"])
+@pytest.mark.parametrize("algorithm", ["pipelined", deep("summa"), deep("cannon")])
 def test_an_algorithm_trains_as_one_device(algorithm: str) -> None:
     differences = off_gloo(4, train_with_algorithm, algorithm, 2, 2)
     assert max(differences) < TOLERANCE
@@ -155,7 +155,7 @@ def test_weights_that_stay(rows: int, columns: int) -> None:
         assert max(worst.values()) < TOLERANCE, worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(3, 1)])
 def test_losses(rows: int, columns: int) -> None:
     for found in off_gloo(rows * columns, losses.losses, rows, columns):
         bad = {case: pair for case, pair in found.items() if not losses.close(pair)}

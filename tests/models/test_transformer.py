@@ -42,7 +42,7 @@ def test_the_renamed_tutorial_plan(rows: int, columns: int, sizes: tuple[int, in
         assert share < 1.35
 
 
-@pytest.mark.parametrize("plan", ["plan_mixed", "plan_without_sequence_parallel"])
+@pytest.mark.parametrize("plan", ["plan_mixed", deep("plan_without_sequence_parallel")])
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), deep(1, 4)])
 def test_other_plans(plan: str, rows: int, columns: int) -> None:
     for sizes in (EVEN, UNEVEN):
@@ -81,7 +81,7 @@ def test_torchs_own_parallelize_module_takes_the_styles() -> None:
         assert max(world.run(4, _by_torch, 2, 2, sizes)) < TOLERANCE
 
 
-@pytest.mark.parametrize("algorithm", ["summa", "bmr", "cannon"])
+@pytest.mark.parametrize("algorithm", [deep("summa"), "bmr", deep("cannon")])
 def test_every_algorithm_trains_the_model(algorithm: str) -> None:
     assert max(world.run(4, train_with_algorithm, algorithm, 2, 2)) < TOLERANCE
     if algorithm == "summa":

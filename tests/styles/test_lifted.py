@@ -21,6 +21,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import RMSNormPy
 
 import torch_tp2d
 from support import world
+from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
     DEEP,
@@ -173,7 +174,7 @@ def _sequence_parallel(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(2, 3)])
 def test_lifted_sequence_parallel(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _sequence_parallel, rows, columns))
 
@@ -273,7 +274,7 @@ def _prepare(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (3, 1), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(3, 1), deep(2, 3)])
 def test_lifted_prepare_styles(rows: int, columns: int) -> None:
     """Positional and keyword arguments, and None entries, which are left alone."""
     no_difference(world.run(rows * columns, _prepare, rows, columns))

@@ -223,7 +223,7 @@ def _inside_attention(rows: int, columns: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 4)])
 def test_heads_inside_attention(rows: int, columns: int) -> None:
     """Even the honest Replicate was 97 % off for keys that are whole, as they do not divide.
 
@@ -328,7 +328,7 @@ def _one_input_for_all(rows: int, columns: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (2, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), (2, 1)])
 def test_one_input_for_all_rows_is_refused(rows: int, columns: int) -> None:
     """Gradients were as many times too large as there are rows, and nothing told."""
     for said in run(rows * columns, _one_input_for_all, rows, columns):

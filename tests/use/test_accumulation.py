@@ -175,6 +175,7 @@ def _checkpointed() -> None:
         _train(reference, model, mesh)
 
 
+@pytest.mark.deep
 def test_under_activation_checkpointing() -> None:
     world.run(4, _checkpointed)
 
@@ -241,6 +242,7 @@ def _given_up() -> None:
         _train(reference, model, mesh)
 
 
+@pytest.mark.deep
 def test_a_step_that_is_given_up_leaves_nothing_to_the_next() -> None:
     """Not in ``.grad``, they outlived ``zero_grad()`` and were added to the next step's."""
     world.run(4, _given_up)

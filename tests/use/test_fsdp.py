@@ -152,7 +152,9 @@ def _adamw(kind: dict[str, bool]) -> float:
     return train_beside(reference, model, VOCAB, 3, SEQUENCE, **kind)
 
 
-@pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [deep({"foreach": True}), {"fused": True}, deep({"foreach": False})], ids=str
+)
 def test_adamw(kind: dict[str, bool]) -> None:
     assert max(world.run(4, _adamw, kind)) < TOLERANCE
 
@@ -172,7 +174,7 @@ def _activation_checkpointing(whole_fsdp: bool) -> float:
     return max(_step(reference, model, optimizers, mesh["dp"], seed) for seed in range(2))
 
 
-@pytest.mark.parametrize("whole_fsdp", [False, True])
+@pytest.mark.parametrize("whole_fsdp", [False, deep(True)])
 def test_activation_checkpointing(whole_fsdp: bool) -> None:
     assert max(world.run(4, _activation_checkpointing, whole_fsdp)) < TOLERANCE
 
