@@ -53,8 +53,8 @@ import torch_tp2d
 from torch_tp2d.integrations.transformers import from_pretrained, save_pretrained
 
 
-def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__, steps=6, lr=2e-5, grid=(1, 2))
+def make_finetuning_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = make_parser(description, steps=6, lr=2e-5, grid=(1, 2))
     add = parser.add_argument
     add("--model", type=Path, default=FOLDER, metavar="DIR", help="config, safetensors, train.npy")
     add("--dp", type=positive, default=1, help="data-parallel replicas, sharded by FSDP2")
@@ -63,24 +63,27 @@ def parse_args() -> argparse.Namespace:
     add("--accumulate", type=positive, default=2, help="micro-batches in a step")
     add("--bf16", action="store_true", help="compute in bf16, with fp32 weights and sums")
     add("--recompute", action="store_true", help="recompute each layer in the backward pass")
-    add("--peak", type=float, metavar="FLOPS", help="of a device, for the share that is used (MFU)")
-    add("--trace", type=Path, metavar="FILE", help="a trace of the second step, for Perfetto")
     add("--checkpoint", type=Path, metavar="DIR", help="save here; resume from the newest there")
     add("--export", type=Path, metavar="DIR", help="write a checkpoint of transformers")
-    add(
-        "--prompt",
-        default="To be, or not",
-        help="to be continued, given a tokenizer",
-    )
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = make_finetuning_parser(__doc__)
+    add = parser.add_argument
+    add("--peak", type=float, metavar="FLOPS", help="of a device, for the share that is used (MFU)")
+    add("--trace", type=Path, metavar="FILE", help="a trace of the second step, for Perfetto")
+    add("--prompt", default="To be, or not", help="to be continued, given a tokenizer")
     return parser.parse_args()
 
 
-def build(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Any:
+def build(
+    args: argparse.Namespace, grid: DeviceMesh, replicas: DeviceMesh, device: torch.device
+) -> Any:
     """The model in shards, with the weights of the checkpoint."""
     config = AutoConfig.from_pretrained(args.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype])
-    grid = mesh["tp_row", "tp_col"]
     torch_tp2d.parallelize_module(model, grid, torch_tp2d.plan_for(model, grid))
     layers = model.model.layers
     if args.recompute:
@@ -91,8 +94,8 @@ def build(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> A
         if args.bf16:
             low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         for layer in layers:
-            fully_shard(layer, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(**low))
-        fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(**low))
+            fully_shard(layer, mesh=replicas, mp_policy=MixedPrecisionPolicy(**low))
+        fully_shard(model, mesh=replicas, mp_policy=MixedPrecisionPolicy(**low))
     model.to_empty(device=device)
     # What no checkpoint has: the ties, and tables that are made of the configuration.
     model.tie_weights()
@@ -174,7 +177,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     """Trains and reports; returns whether what was exported is the model."""
     check_world(args)
     mesh = make_mesh(args, device, line=False)
-    model = build(args, mesh, device)
+    model = build(args, mesh["tp_row", "tp_col"], mesh["dp"], device)
     training = Training(args, model, mesh)
     tokens = np.load(args.model / "train.npy", allow_pickle=False)
     batches = Batches(tokens, args.batch, args.seq, args.seed)

@@ -155,12 +155,13 @@ class Batches:
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         """The next ids and targets, both ``[batch, seq]`` int64."""
-        rows = [self._window(self.position + row) for row in range(self.batch)]
+        rows = [self.window(self.position + row) for row in range(self.batch)]
         self.position += self.batch
         both = torch.from_numpy(np.stack(rows).astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
-    def _window(self, index: int) -> npt.NDArray[np.uint16]:
+    def window(self, index: int) -> npt.NDArray[np.uint16]:
+        """The sequence of that number, ``[seq + 1]``: ids, and one target more."""
         epoch, place = divmod(index, self.windows)
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +64,51 @@ def test_every_direct_requirement_is_pinned_in_its_range() -> None:
         wants = requirements.Requirement(text)
         assert wants.name in pinned, text
         assert wants.specifier.contains(pinned[wants.name]), (text, pinned[wants.name])
+
+
+@pytest.mark.deep
+def test_wheel_and_sdist_are_whole(tmp_path: Path) -> None:
+    """The wheel runs by itself, and the sdist has what a checkout has."""
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+
+    def python(*args: object, path: Path | None = None, here: Path = tmp_path) -> str:
+        command = [sys.executable, *map(str, args)]
+        given = os.environ | ({} if path is None else {"PYTHONPATH": str(path)})
+        done = subprocess.run(command, cwd=here, env=given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pins = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    hatchling = next(line for line in pins if line.startswith("hatchling=="))
+    tools, site, out = (tmp_path / name for name in ("tools", "site", "dist"))
+    python("-m", "pip", "install", "--quiet", "--target", tools, hatchling)
+    python("-m", "hatchling", "build", "-d", out, path=tools, here=ROOT)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+
+    python("-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel)
+    said = python("-m", "torch_tp2d", "--version", path=site)
+    version = wheel.name.split("-")[1]
+    assert said.startswith(f"torch_tp2d {version}, torch ")
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "torch_tp2d").rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py") and "integrations" not in path.parts
+    ]
+    found = python(
+        "-c",
+        f"import importlib, torch_tp2d; [importlib.import_module(m) for m in {modules}]; "
+        "print(torch_tp2d.__file__)",
+        path=site,
+    )
+    assert found.startswith(str(site))
+
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    kept = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    folders = tuple(f"{name}/" for name in kept if (ROOT / name).is_dir())
+    missing = [name for name in tracked if name.startswith(folders) and name not in packed]
+    assert not missing

@@ -84,6 +84,18 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _checkpoint_and_text(folder: Path) -> Path:
+    """A small Llama with the weights of transformers, and tokens to train on beside them."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    np.save(folder / "model" / "train.npy", (np.arange(5000) * 7 % 101).astype(np.uint16))
+    return folder / "model"
+
+
 class TestScripts:
     def test_feed_forward(self, on_one_host: str) -> None:
         assert agrees(on_one_host)
@@ -127,14 +139,7 @@ class TestScripts:
     @pytest.mark.deep
     def test_from_one_checkpoint_of_hugging_face_to_another(self, tmp_path: Path) -> None:
         """On FSDP2 x a line, and on a grid: the same losses, and transformers' own logits."""
-        transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 64}
-        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
-        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
-        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-        np.save(tmp_path / "model" / "train.npy", (np.arange(5000) * 7 % 101).astype(np.uint16))
-        args = ("--model", tmp_path / "model", "--seq", 16, "--lr", 1e-2, "--recompute")
+        args = ("--model", _checkpoint_and_text(tmp_path), "--seq", 16, "--lr", 1e-2, "--recompute")
         said = {}
         for name, options in {"fsdp": "--dp 2 --grid 1x2", "grid": "--grid 2x2"}.items():
             checkpoint = ("--checkpoint", tmp_path / name)
@@ -150,6 +155,20 @@ class TestScripts:
         assert said["fsdp", 4] == said["grid", 4]
         values = [float(line.split()[-1]) for line in said["grid", 2] + said["grid", 4]]
         assert len(values) == 4 and values[-1] < values[0]
+
+    @pytest.mark.deep
+    def test_the_same_by_lightning(self, tmp_path: Path) -> None:
+        """The losses of the script without it; resumed on another grid, and exported."""
+        pytest.importorskip("lightning")
+        args = ("--model", _checkpoint_and_text(tmp_path), "--seq", 16, "--lr", 1e-2)
+        fsdp, grid = ("--dp", 2, "--grid", "1x2"), ("--grid", "2x2")
+        saved, out = ("--checkpoint", tmp_path / "saved"), ("--export", tmp_path / "out")
+        wanted = losses(torchrun(4, "finetune_hf.py", *args, *grid, "--steps", 4))
+        first = torchrun(4, "finetune_lightning.py", *args, *fsdp, "--steps", 4, *saved)
+        assert losses(first) == [line.partition(",")[0] for line in wanted]
+        output = torchrun(4, "finetune_lightning.py", *args, *grid, "--steps", 6, *saved, *out)
+        assert [line.partition(":")[0] for line in losses(output)] == ["step 5", "step 6"]
+        assert "logits in plain transformers differ by" in output
 
     @pytest.mark.deep
     @pytest.mark.parametrize("plan", ["1d", "1d-sp", "2d", "bmr"])
