@@ -14,8 +14,9 @@ PACKAGE = Path(torch_tp2d.__file__).parent
 
 # Where private names are, beside ``_torch_compat.py``.
 
-OF_OTHERS = {"_attn_implementation", "_from_config"}
-"""transformers' own: how a config names its attention, and how a model is made of a config."""
+OF_OTHERS = {"_attn_implementation", "_from_config", "_reorder_cache"}
+"""transformers' own: how a config names its attention, how a model is made of a config, and what a
+model may have for beam search to ask it to reorder its cache."""
 OF_PYTHON = {"_replace"}
 """A NamedTuple's, public for all its underscore."""
 

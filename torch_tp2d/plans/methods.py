@@ -128,8 +128,9 @@ def _whole_states(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _layers(cache: Any) -> Iterator[Any]:
     """The layers of a cache of transformers; of an encoder-decoder's those of both caches."""
-    parts = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]
-    for part in filter(None, parts) if any(parts) else [cache]:
+    kinds = "self_attention_cache", "cross_attention_cache"
+    parts = [getattr(cache, kind) for kind in kinds if hasattr(cache, kind)]
+    for part in parts or [cache]:
         yield from part.layers
 
 
