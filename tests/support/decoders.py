@@ -17,6 +17,13 @@ __all__ = ["FAMILIES", "SIZES", "VOCAB", "decoder", "in_fp64_throughout", "waved
 VOCAB = 33
 ATTENTION: dict[str, Any] = {"head_dim": 4, "sliding_window": 4}
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "decoder_sparse_step": 1,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Apertus": {},
     "Arcee": {},
@@ -39,13 +46,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Helium": {"head_dim": 4},
     "HunYuanDenseV1": {"head_dim": 4},
     "Ministral": ATTENTION,
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "NanoChat": {},
     "Nemotron": {},
     "Olmo": {},
     "Olmo2": {},
     "Olmo3": {"sliding_window": 4},
+    "Olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "Phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "Qwen3": {},
+    "Qwen3Moe": {**EXPERTS, "head_dim": 4},
     "SeedOss": {"head_dim": 4, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "SmolLM3": {},
     "StableLm": {"use_qkv_bias": True},
@@ -89,7 +100,11 @@ def decoder(family: str) -> Any:
     sizes = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, f"{family}Config")(**{**sizes, **FAMILIES[family]})
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
-    return waved(kind(config))
+    model = kind(config)
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        # torch's grouped product has no fp64.
+        model.set_experts_implementation("eager")
+    return waved(model)
 
 
 def waved(model: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..mesh.grid import check_mesh
 from .bert import bert_plan
 from .derived import DerivedPlan, derived_plan
+from .experts import WholeExperts
 from .gpt2 import gpt2_plan
 from .llama import is_tutorial_llama, llama_plan
 from .losses import LossFunction, LossOfLabels, causal_lm_loss
@@ -37,6 +38,7 @@ __all__ = [
     "LossOfLabels",
     "Parts",
     "Plan",
+    "WholeExperts",
     "bert_plan",
     "causal_lm_loss",
     "derived_plan",
@@ -68,14 +70,18 @@ PLANS: Mapping[str, Callable[..., Plan]] = {
     "llama": llama_plan,
     "ministral": llama_plan,
     "mistral": llama_plan,
+    "mixtral": llama_plan,
     "nanochat": llama_plan,
     "nemotron": llama_plan,
     "olmo": llama_plan,
     "olmo2": llama_plan,
     "olmo3": llama_plan,
+    "olmoe": llama_plan,
     "phi": llama_plan,
     "qwen2": llama_plan,
+    "qwen2_moe": llama_plan,
     "qwen3": llama_plan,
+    "qwen3_moe": llama_plan,
     "seed_oss": llama_plan,
     "smollm3": llama_plan,
     "stablelm": llama_plan,

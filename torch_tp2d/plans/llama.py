@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .experts import experts_plan
 from .losses import LossFunction, causal_lm_loss
 from .methods import AsTransformers
 from .parts import Parts, Plan, first_layer, inner_prefix
@@ -81,6 +82,8 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             plan[f"{where}.{names.query}"] = heads.q
             plan[f"{where}.{names.key}"] = plan[f"{where}.{names.value}"] = heads.kv
             plan[f"{where}.{out}"] = heads.o
+        elif hasattr(module, "experts"):
+            plan |= experts_plan(model, where, parts.row_dim)
         elif any(isinstance(part, nn.Linear) for part in module.children()):
             plan |= _mlp(module, where, parts)
         elif _is_norm(module):

@@ -15,6 +15,7 @@ from ..comm import all_gather
 from ..mesh.grid import Grid, describe_mesh
 from ..styles.base import GridStyle, Runner
 from ..styles.embedding import EmbeddingRunner
+from .experts import refuse_router_losses
 
 __all__ = ["AsTransformers"]
 
@@ -74,7 +75,8 @@ def adapt(module: nn.Module, grid: Grid) -> None:
         if callable(getattr(module, method.__name__, None)):
             setattr(module, method.__name__, MethodType(method, module))
 
-    def whole_embeds(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def prepare(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        refuse_router_losses(model, kwargs.get("output_router_logits"))
         given = {name: kwargs[name] for name in EMBEDDED if kwargs.get(name) is not None}
         if not given:
             return args, kwargs
@@ -85,7 +87,7 @@ def adapt(module: nn.Module, grid: Grid) -> None:
         return args, {**kwargs, **given}
 
     if callable(getattr(module, "get_input_embeddings", None)):
-        module.register_forward_pre_hook(whole_embeds, with_kwargs=True)
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
 
 
 def _generate(model: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:

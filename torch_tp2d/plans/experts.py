@@ -1,0 +1,144 @@
+"""Mixtures of experts in the decoders of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .._torch_compat import parameters_of
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import Layout, normalize
+from ..styles.base import GridStyle, Resolved, Runner
+from ..styles.boundary import to_dtensor
+from ..styles.local_math import run_locally
+from ..styles.module_kinds import describe_module
+from .parts import Plan
+
+__all__ = ["WholeExperts", "experts_plan", "refuse_router_losses"]
+
+
+class WholeExperts(GridStyle):
+    """A router and its experts, whole on every rank; each rank computes tokens of its own.
+
+    For what takes tokens one by one by code that DTensor does not run. No token moves where the
+    residual stream lies in the token layout, and no weight does: gradients of all weights, which
+    every rank holds whole, are summed over the grid.
+
+    ==========================  ===============================  ========================
+    tensor                      layout                           local shape
+    ==========================  ===============================  ========================
+    input and output, DTensors  ``(Shard(row_dim), Shard(1))``   ``[B/R, S/C, H]``
+    parameters                  ``(Replicate(), Replicate())``   whole
+    ==========================  ===============================  ========================
+
+    What is computed of all tokens together, as a router's load-balancing loss is, would be of this
+    rank's: the ready plans refuse to be asked for it.
+
+    Args:
+        row_dim: which dim of ``[batch, sequence, hidden]`` tp_row splits.
+
+    Raises:
+        TypeError: for integer parameters; when it runs, for a tensor that is no DTensor.
+
+    Example::
+
+        >>> plan = {"model.layers.*.mlp": WholeExperts(), ...}
+    """
+
+    def __init__(self, *, row_dim: int = 0) -> None:
+        super().__init__()
+        self.row_dim = row_dim
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        for owner, name in _parameters(module):
+            yield owner, name, (Replicate(), Replicate())
+
+    def runner(self, module: nn.Module, grid: Grid) -> Runner:
+        return _ExpertsRunner(grid, self.row_dim)
+
+    def __repr__(self) -> str:
+        return f"WholeExperts({f'row_dim={self.row_dim}' if self.row_dim else ''})"
+
+
+class _ExpertsRunner(Runner):
+    style = "WholeExperts"
+
+    def __init__(self, grid: Grid, row_dim: int) -> None:
+        self.grid, self.row_dim = grid, row_dim
+        self.layout: Layout = Shard(row_dim), Shard(1)
+
+    def resolved(self) -> Resolved:
+        return Resolved(self.layout, self.layout)
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        x, *others = (*args, *kwargs.values())
+        if not isinstance(x, DTensor) or others:
+            raise TypeError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} takes one "
+                f"DTensor [batch, sequence, hidden], not {[type(a).__name__ for a in (x, *others)]}"
+                f": have the norm before it hand on DTensors (use_local_output=False)"
+            )
+        given = x.placements
+        tokens = x.redistribute(placements=self.grid.placements(self.layout)).to_local()
+        none = not tokens.shape[:-1].numel()
+        # A rank without tokens computes one that counts for nothing, so that its gradients of the
+        # weights, which are summed, are zero and not missing.
+        own = torch.cat([tokens.flatten(0, 1), tokens.new_zeros(1, x.shape[-1])])[None]
+        y = run_locally(_parameters(module), forward, (own if none else tokens,), {}, self.grid)
+        if none:
+            y = y[:, :0].reshape(tokens.shape)
+        whole = to_dtensor(y, normalize(self.layout, 3), self.grid, x.shape)
+        return whole.redistribute(placements=given)
+
+
+def _parameters(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Owner and name of each parameter of a module, and of the modules inside."""
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, param in parameters_of(owner).items()
+        if param is not None
+    ]
+
+
+def refuse_router_losses(model: Any, asked: bool | None, *, planned: bool = False) -> None:
+    """Refuse a loss that a router computes of all tokens, where its rank sees only some.
+
+    Args:
+        asked: a forward's ``output_router_logits``; None leaves it to the config.
+        planned: the model is to have :class:`WholeExperts`, and has none yet.
+
+    Raises:
+        ValueError: if the loss is asked for, on every rank.
+    """
+    if asked is None:
+        asked = getattr(model.config, "output_router_logits", False)
+    if not asked:
+        return
+    if planned or any(
+        isinstance(getattr(module, "_tp2d", None), _ExpertsRunner) for module in model.modules()
+    ):
+        raise ValueError(
+            f"{type(model).__name__}: the load-balancing loss of output_router_logits is of all "
+            f"tokens together, but the routers of a rank see its own: leave it out, "
+            f"config.output_router_logits = False"
+        )
+
+
+def experts_plan(model: Any, where: str, row_dim: int) -> Plan:
+    """The entry of the mixtures of experts that a pattern names.
+
+    Raises:
+        ValueError: for noise, which would be another on every grid, and for a router's loss.
+    """
+    if getattr(model.config, "router_jitter_noise", 0.0):
+        raise ValueError(
+            f"{type(model).__name__}: router_jitter_noise draws for each token, which would be "
+            f"otherwise on every grid: set config.router_jitter_noise = 0"
+        )
+    refuse_router_losses(model, None, planned=True)
+    return {where: WholeExperts(row_dim=row_dim)}
