@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch_compat import parameters_of
 from ..mesh.grid import Grid, describe_mesh
-from ..mesh.layouts import Layout, normalize
+from ..mesh.layouts import Layout
 from ..styles.base import GridStyle, Resolved, Runner
 from ..styles.boundary import to_dtensor
-from ..styles.local_math import run_locally
+from ..styles.local_math import parameters_inside, run_locally
 from ..styles.module_kinds import describe_module
 from .parts import Plan
 
@@ -54,7 +53,7 @@ class WholeExperts(GridStyle):
         self.row_dim = row_dim
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
-        for owner, name in _parameters(module):
+        for owner, name in parameters_inside(module):
             yield owner, name, (Replicate(), Replicate())
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
@@ -82,27 +81,17 @@ class _ExpertsRunner(Runner):
                 f"DTensor [batch, sequence, hidden], not {[type(a).__name__ for a in (x, *others)]}"
                 f": have the norm before it hand on DTensors (use_local_output=False)"
             )
-        given = x.placements
         tokens = x.redistribute(placements=self.grid.placements(self.layout)).to_local()
-        none = not tokens.shape[:-1].numel()
-        # A rank without tokens computes one that counts for nothing, so that its gradients of the
-        # weights, which are summed, are zero and not missing.
-        own = torch.cat([tokens.flatten(0, 1), tokens.new_zeros(1, x.shape[-1])])[None]
-        y = run_locally(_parameters(module), forward, (own if none else tokens,), {}, self.grid)
-        if none:
-            y = y[:, :0].reshape(tokens.shape)
-        whole = to_dtensor(y, normalize(self.layout, 3), self.grid, x.shape)
-        return whole.redistribute(placements=given)
-
-
-def _parameters(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Owner and name of each parameter of a module, and of the modules inside."""
-    return [
-        (owner, name)
-        for owner in module.modules()
-        for name, param in parameters_of(owner).items()
-        if param is not None
-    ]
+        computed, shape = tokens, tokens.shape
+        if not tokens.numel():
+            # One that counts for nothing, so that this rank's gradients of the weights, which are
+            # summed over all, are zero and not missing.
+            computed = torch.cat([tokens.flatten(0, 1), tokens.new_zeros(1, shape[-1])])[None]
+        y = run_locally(parameters_inside(module), forward, (computed,), {}, self.grid)
+        if computed is not tokens:
+            y = y[:, :0].reshape(shape)
+        whole = to_dtensor(y, self.layout, self.grid, x.shape)
+        return whole.redistribute(placements=x.placements)
 
 
 def refuse_router_losses(model: Any, asked: bool | None, *, planned: bool = False) -> None:

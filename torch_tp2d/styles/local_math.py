@@ -24,7 +24,7 @@ from ..runtime.reductions import summed
 from .base import local_shards
 from .module_kinds import is_conv1d
 
-__all__ = ["SumGrads", "local_math", "run_locally", "settle_after_backward"]
+__all__ = ["SumGrads", "local_math", "parameters_inside", "run_locally", "settle_after_backward"]
 
 
 def run_locally(
@@ -61,6 +61,16 @@ def run_locally(
     finally:
         for owner, name in params:
             object.__delattr__(owner, name)
+
+
+def parameters_inside(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Owner and name of each parameter of a module, and of the modules inside."""
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, param in parameters_of(owner).items()
+        if param is not None
+    ]
 
 
 _LocalMath = Callable[..., Tensor]

@@ -9,7 +9,6 @@ import torch.distributed.tensor as dt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch_compat import parameters_of
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
@@ -25,7 +24,13 @@ from .base import (
 )
 from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
 from .embedding import EmbeddingRunner, check_options
-from .local_math import SumGrads, local_math, run_locally, settle_after_backward
+from .local_math import (
+    SumGrads,
+    local_math,
+    parameters_inside,
+    run_locally,
+    settle_after_backward,
+)
 from .module_kinds import describe_module, embeds, is_embedding
 from .surroundings import UNKNOWN, Surroundings
 
@@ -195,7 +200,7 @@ class WholeRunner(Runner):
         use_local = was_local if self.use_local_output is None else self.use_local_output
         if was_local:
             if self.surroundings.sees_heads(module, x, self.grid):
-                return run_locally(_own(module), forward, args, kwargs, self.grid)
+                return run_locally(parameters_inside(module), forward, args, kwargs, self.grid)
             declared = self.declared
             if declared is None:
                 declared = self.grid.handed(x)
@@ -203,7 +208,8 @@ class WholeRunner(Runner):
                 check_handed(x, declared, module, self.grid)
             if declared is not None and self._sees_shares(x, declared):
                 shares = self._shares_of(x, declared, use_local)
-                y = run_locally(_own(module), forward, args, kwargs, self.grid, shares=shares)
+                params = parameters_inside(module)
+                y = run_locally(params, forward, args, kwargs, self.grid, shares=shares)
                 alike = isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1]
                 return hand_out(y, said_of(x)) if alike else y
             if declared is None:
@@ -359,13 +365,3 @@ def _first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     if not tensors:
         raise TypeError(f"{describe_module(module)} was given no tensor")
     return next((x for x in tensors if x.is_floating_point()), tensors[0])
-
-
-def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Owner and name of each parameter of a module, and of the modules inside."""
-    return [
-        (owner, name)
-        for owner in module.modules()
-        for name, param in parameters_of(owner).items()
-        if param is not None
-    ]
