@@ -97,6 +97,7 @@ def _checkpoint_and_text(folder: Path) -> Path:
 
 
 class TestScripts:
+    @pytest.mark.deep
     def test_feed_forward(self, on_one_host: str) -> None:
         assert agrees(on_one_host)
         assert len(losses(on_one_host)) == 3

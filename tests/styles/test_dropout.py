@@ -156,13 +156,15 @@ def _on_a_grid(plan: str, rows: int, columns: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 1), deep(2, 2), deep(1, 4), deep(4, 1), (3, 2)])
+@pytest.mark.parametrize("rows,columns", [(1, 1), deep(2, 2), deep(1, 4), deep(4, 1), deep(3, 2)])
 def test_every_grid_drops_what_one_device_drops(rows: int, columns: int) -> None:
     """Dropouts that no plan entry names, on local tensors in the token layout."""
     assert max(world.run(rows * columns, _on_a_grid, "plan_2d", rows, columns)) < TOLERANCE
 
 
-@pytest.mark.parametrize("plan", ["plan_mixed", "plan_dtensor", "plan_without_sequence_parallel"])
+@pytest.mark.parametrize(
+    "plan", [deep("plan_mixed"), "plan_dtensor", deep("plan_without_sequence_parallel")]
+)
 def test_in_other_plans(plan: str) -> None:
     assert max(world.run(4, _on_a_grid, plan, 2, 2)) < TOLERANCE
 
@@ -200,7 +202,7 @@ def _feeds(rows: int, columns: int, layer: type[Layer]) -> dict[Any, float]:
     return seen
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 3), deep(3, 2)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 3), deep(3, 2)])
 def test_tokens_rows_and_features_even_or_not(rows: int, columns: int) -> None:
     """Both axes on the sequence (row_dim 1) too, where shards are chunks of chunks."""
     for seen in world.run(rows * columns, _feeds, rows, columns, Layer):

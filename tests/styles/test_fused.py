@@ -151,7 +151,8 @@ def _all_trained(rows: int, columns: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1), deep(2, 3)])
+@pytest.mark.deep
+@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4), (4, 1), (2, 3)])
 def test_every_algorithm_multiplies_by_the_parts(rows: int, columns: int) -> None:
     for found in world.run(rows * columns, _all_trained, rows, columns):
         assert max(found.values()) < TOLERANCE, found

@@ -101,7 +101,7 @@ def _precision(dtype: torch.dtype, autocast: bool) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     "dtype,autocast",
     [
-        (torch.bfloat16, False),
+        deep(torch.bfloat16, False),
         deep(torch.float16, True),
         deep(torch.bfloat16, True),
         deep(torch.float16, False),

@@ -59,7 +59,7 @@ def _from_meta(shape: Shape, tied: bool) -> Differences:
     return {f"tied {tied}": pair.train(0, 1)}
 
 
-@pytest.mark.parametrize("shape,tied", [(SHAPES[0], False), (SHAPES[1], True)])
+@pytest.mark.parametrize("shape,tied", [(SHAPES[0], False), deep(SHAPES[1], True)])
 def test_made_on_meta(shape: Shape, tied: bool) -> None:
     no_difference(world.run(4, _from_meta, shape, tied), TOLERANCE)
 
