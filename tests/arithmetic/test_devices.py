@@ -180,7 +180,7 @@ PLANS = {
     "whole streams": ready(_llama, UNEVEN, sequence_parallel=False),
     "whole logits": ready(_gpt2, loss_parallel=False),
 }
-QUICK = {"llama", "llama pipelined", "llama odd", "gpt2 odd", "bert", "t5", "swin", "whole streams"}
+QUICK = {"llama", "llama pipelined", "llama odd", "gpt2 odd", "bert", "swin", "whole streams"}
 
 
 @cache

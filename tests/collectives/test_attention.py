@@ -113,7 +113,9 @@ def _across_rows(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [deep(1, 2), (2, 2), deep(4, 1), deep(2, 3), deep(2, 4)])
+@pytest.mark.parametrize(
+    "rows,columns", [deep(1, 2), deep(2, 2), deep(4, 1), deep(2, 3), deep(2, 4)]
+)
 def test_a_sequence_split_over_rows(rows: int, columns: int) -> None:
     """The same decoder, its rows holding parts of one sequence: loss and every gradient."""
     for worst in world.run(rows * columns, _across_rows, rows, columns):

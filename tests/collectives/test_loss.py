@@ -29,7 +29,7 @@ from support.models import grid_mesh, noise
 from support.one_module import spread
 from torch_tp2d import CommCounter, cross_entropy
 
-GRIDS = [(1, 1), deep(2, 2), deep(1, 3), deep(3, 1), (2, 3), deep(2, 4)]
+GRIDS = [(1, 1), (2, 2), deep(1, 3), deep(3, 1), deep(2, 3), deep(2, 4)]
 
 
 @pytest.mark.parametrize("rows,columns", GRIDS)

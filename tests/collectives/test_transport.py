@@ -105,7 +105,7 @@ def _pipelined(rows: int, columns: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), deep(1, 3)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(4, 1), deep(1, 3)])
 def test_gathered_ahead_and_summed_late(rows: int, columns: int) -> None:
     assert max(off_gloo(rows * columns, _pipelined, rows, columns)) < TOLERANCE
 

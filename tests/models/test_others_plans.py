@@ -370,6 +370,7 @@ def _differences(spelling: str, rows: int, columns: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("spelling", ["renamed", deep("stock")])
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_published_programs_equal_one_device(rows: int, columns: int, spelling: str) -> None:

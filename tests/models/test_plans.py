@@ -220,6 +220,7 @@ def _tutorial(rows: int, columns: int) -> list[Any]:
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(2, 4)])
 def test_the_tutorials_llama(rows: int, columns: int) -> None:
     _check(world.run(rows * columns, _tutorial, rows, columns))

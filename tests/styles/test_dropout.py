@@ -393,6 +393,7 @@ def test_parts_of_one_width_on_some_columns() -> None:
     assert all("the [5, 7] features" in words for words in world.run(3, _refused_branches))
 
 
+@pytest.mark.deep
 def test_what_a_modules_own_code_drops() -> None:
     for seen in world.run(4, _feeds, 2, 2, FunctionalLayer):
         assert max(seen.values()) < TOLERANCE, seen

@@ -285,6 +285,7 @@ def _one_token(*grids: tuple[int, int]) -> float:
     return worst
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("grids", [[(2, 2)], deep([(1, 4), (4, 1)])])
 def test_one_token(grids: list[tuple[int, int]]) -> None:
     """Ranks guessed differently, and waited for one another."""
