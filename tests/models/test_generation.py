@@ -118,6 +118,9 @@ def _embeds(rows: int, columns: int, plans: list[tuple[Any, dict[str, Any]]]) ->
     seen: dict[str, float] = {}
     for build, options in plans:
         reference, model, mesh = on_grid(build, rows, columns, **options)
+        part = torch.zeros(2, 4, reference.get_input_embeddings().weight.shape[1] // 2)
+        with pytest.raises(ValueError, match=r"whole on every rank, .* not \(2, 4, "):
+            model(inputs_embeds=part)
         for batch, length in ((3, 7), (1, 8)):
             ids = _ids(batch, length)
             embeds = reference.get_input_embeddings()(ids).detach() + 1.0

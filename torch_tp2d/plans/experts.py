@@ -105,7 +105,7 @@ def refuse_router_losses(model: Any, asked: bool | None, *, planned: bool = Fals
         ValueError: if the loss is asked for, on every rank.
     """
     if asked is None:
-        asked = getattr(model.config, "output_router_logits", False)
+        asked = getattr(getattr(model, "config", None), "output_router_logits", False)
     if not asked:
         return
     if planned or any(

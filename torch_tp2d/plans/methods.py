@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..comm import all_gather
+from ..comm import Axis, all_gather
 from ..mesh.grid import Grid, describe_mesh
 from ..styles.base import GridStyle, Runner
 from ..styles.embedding import EmbeddingRunner
@@ -94,12 +94,13 @@ def _generate(model: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
     """The model's own ``generate``, for as long as which it has what that needs."""
 
     def reorder(cache: Any, beams: Tensor) -> Any:
+        own, sizes = _own_beams(beams, grid.row)
         for layer in _layers(cache):
-            _reorder(layer, beams, grid)
+            _reorder(layer, own, sizes, grid.row)
         return cache
 
     hooks = [model.register_forward_hook(_whole_logits)]
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         hooks.append(model.get_encoder().register_forward_hook(_whole_states))
     reorders = grid.row.size > 1 and not hasattr(model, "_reorder_cache")
     if reorders:
@@ -136,30 +137,43 @@ def _layers(cache: Any) -> Iterator[Any]:
         yield from part.layers
 
 
-def _reorder(layer: Any, beams: Tensor, grid: Grid) -> None:
-    """Leave in a layer's cache the keys and values of ``beams``, of which this row has a part.
+def _own_beams(beams: Tensor, row: Axis) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Which sequences those of this row go on from, and where they are looked for.
 
     Args:
-        layer: its keys and values are this row's, ``[B/R, heads, length, head_dim]``; a row
-            without a sample has one that stands in for none.
         beams: ``[B]``, of all rows: for each sequence the one that it goes on from.
+
+    Returns:
+        Their numbers among those of this row, and None; or, where a row goes on from another's,
+        their numbers among all, and how many each row has. A row without a sequence has one that
+        stands in for none. By what all ranks know, so that all of them gather, or none.
     """
-    if not layer.get_seq_length():
-        return
-    row = grid.row
     sizes = row.split(len(beams))
     starts = [sum(sizes[:r]) for r in range(row.size)]
     own = beams[starts[row.index] :][: sizes[row.index]]
-    # By what all ranks know, so that all of them gather, or none.
-    if all(
-        start <= beam < start + size
+    if not len(own):
+        own = torch.zeros_like(beams[:1])
+    elsewhere = any(
+        not start <= beam < start + size
         for start, size in zip(starts, sizes, strict=True)
         for beam in beams[start : start + size].tolist()
-    ):
-        own = own - starts[row.index]
-    else:
+    )
+    if elsewhere:
+        return own, sizes
+    return (own - starts[row.index] if sizes[row.index] else own), None
+
+
+def _reorder(layer: Any, own: Tensor, sizes: tuple[int, ...] | None, row: Axis) -> None:
+    """Leave in a layer's cache the keys and values that :func:`_own_beams` says.
+
+    Args:
+        layer: its keys and values are this row's, ``[B/R, heads, length, head_dim]``.
+    """
+    if not layer.get_seq_length():
+        return
+    if sizes is not None:
         layer.keys, layer.values = (
             all_gather(x[: sizes[row.index]], 0, sizes, row).wait()
             for x in (layer.keys, layer.values)
         )
-    layer.reorder_cache(own if len(own) else torch.zeros_like(beams[:1]))
+    layer.reorder_cache(own)

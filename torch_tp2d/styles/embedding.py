@@ -143,7 +143,16 @@ class EmbeddingRunner(Runner):
 
         Args:
             embeds: ``[batch, sequence, hidden]``, whole on every rank, as its gradient will be.
+
+        Raises:
+            ValueError: for embeds of another shape, as a rank's part of the features is.
         """
+        if embeds.ndim != 3 or embeds.shape[-1] != self.hidden:
+            raise ValueError(
+                f"embeds in the place of ids on mesh {describe_mesh(self.grid.mesh)} are whole on "
+                f"every rank, [batch, sequence, {self.hidden}], not {tuple(embeds.shape)}: pass "
+                f"all of them, or a DTensor, which says how it is split"
+            )
         sizes, whole = embeds.shape[:-1], (Replicate(), Replicate())
         wanted = self._told(sizes)
         return self._exit(whole, wanted, local=self.use_local_output).output(embeds, tuple(sizes))
