@@ -125,8 +125,12 @@ class _Side:
 class _Pending:
     """A forward whose backward may still come."""
 
-    def __init__(self, sides: list[_Side], alone: Tensor, ours: Tensor, inputs: Any) -> None:
+    def __init__(
+        self, sides: list[_Side], alone: Tensor, ours: Tensor, inputs: Any, once: bool
+    ) -> None:
         self.sides, self.alone, self.ours, self.inputs = sides, alone, ours, inputs
+        self.once = once
+        """Whether its graph serves one backward only, as selective checkpointing says itself."""
 
 
 class _Player:
@@ -331,7 +335,7 @@ class _Player:
             if losses[0].requires_grad != losses[1].requires_grad:
                 self.wrong.append(f"{self.now}: requires_grad is {losses[1].requires_grad}")
             elif losses[0].requires_grad:
-                self.pending.append(_Pending(sides, *losses, inputs))
+                self.pending.append(_Pending(sides, *losses, inputs, op.mode == "selective"))
                 if self.fsdp:
                     # It takes one forward to end with its backward before the next begins.
                     self.backward(Op("backward", last=True))
@@ -394,7 +398,7 @@ class _Player:
             self.pending = []
             self._compare_grads(pending)
             return
-        if self.fsdp:
+        if self.fsdp or pending.once:
             op = _with(op, retain=False)
         for loss in (pending.alone, pending.ours):
             loss.backward(retain_graph=op.retain)
@@ -406,6 +410,8 @@ class _Player:
         pending = self._pick(op)
         if pending is None or self.fsdp:
             return
+        if pending.once:
+            op = _with(op, retain=False)
         params = [
             (name, alone, ours)
             for side in pending.sides

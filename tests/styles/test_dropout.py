@@ -337,6 +337,74 @@ def test_whole_heads_as_wide_as_a_part_of_the_stream() -> None:
         world.run(4, _whole_heads, False, fresh=True)
 
 
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class _Between(nn.Module):
+    """Modules that no plan names, of tokens that are whole where the stream's are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale, self.drop = _Scale(), nn.Dropout(0.5)
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.gelu(self.up(x))
+        return self.down(y), self.drop(self.scale(F.gelu(y)))
+
+
+def _between(recorded: bool) -> float:
+    model = _Between()
+    reference = on_one_device(model)
+    mesh = grid_mesh(2, 2)
+    whole = Shard(0), Replicate()
+    plan = {
+        "up": torch_tp2d.Replicate(input_layouts=whole),
+        "down": Rowwise2D(input_layouts=whole, output_layouts=Shard(1)),
+    }
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    row, column = mesh.get_coordinate()
+    x = models.noise(4, 6, 8)
+    found = []
+    for part, given in ((reference, x), (model, x.chunk(2)[row])):
+        torch.manual_seed(7)
+        with (
+            OnOneDevice() if part is reference else contextlib.nullcontext(),
+            torch.set_grad_enabled(recorded or part is reference),
+        ):
+            down, dropped_from = part(given)
+        # Of what is whole on the columns each has the whole loss.
+        (down.square().sum() + dropped_from.square().sum()).backward()
+        found.append([down.detach(), dropped_from.detach()])
+    found[0] = [found[0][0].chunk(2)[row].chunk(2, 1)[column], found[0][1].chunk(2)[row]]
+    worst = max(relative(ours, one) for one, ours in zip(*found, strict=True))
+    for param, ours in zip(reference.parameters(), model.parameters(), strict=True):
+        worst = max(worst, relative(ours.grad, param.grad))
+    return worst
+
+
+def test_what_a_whole_linear_gave_in_a_stream_that_is_split() -> None:
+    """A random program had whole tokens taken for this column's part of them.
+
+    Beside a Linear under Replicate() a dropout that the plan does not name, and any other module,
+    took what the user's code made of its output for a part of the stream, as nothing else told it:
+    a style after it refused it, and where none looked each column had a mask of its own, and a
+    parameter the sum of its gradients over columns that all see the same. The graph tells now;
+    where there is none the module asks.
+    """
+    assert max(world.run(4, _between, True)) < TOLERANCE
+    with pytest.raises(world.RankFailed, match="may be split over tp_col there, or whole"):
+        world.run(4, _between, False, fresh=True)
+
+
 class Branches(nn.Module):
     """Two feed-forwards whose parts are of one width on some columns, with different beginnings."""
 

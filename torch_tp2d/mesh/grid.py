@@ -118,7 +118,7 @@ class Grid:
 
         None if none has, or one on other axes, in whose terms alone the layout can be said.
         """
-        _, layout, axes, *_ = said_of(x)
+        _, layout, _, axes, *_ = said_of(x)
         if layout is None or axes is None or axes == self.axes:
             return layout
         row, col = on_mesh(normalize(layout, x.ndim), axes)
@@ -143,7 +143,7 @@ class Grid:
 
         Every rank sees the same.
         """
-        _, layout, axes, *_ = said_of(x)
+        _, layout, _, axes, *_ = said_of(x)
         if layout is None or axes is None or (axes == self.axes and layout == declared):
             return None
         handed, declared = (
@@ -275,7 +275,7 @@ class Grid:
             dim = self._empty_here(known, x.ndim, layout, self.col)
             if dim is None or x.shape[dim] != 1:
                 return x
-        told = Handed(self.sizes_of(x), layout, self.axes, known, said_of(x).shares)
+        told = Handed(self.sizes_of(x), layout, x.ndim, self.axes, known, said_of(x).shares)
         return hand_out(x.narrow(dim, 0, 0), told)
 
     def with_stand_in(
@@ -314,7 +314,8 @@ class Grid:
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
         named = (names for names, one in zip(names_of(self.axes), shares, strict=True) if one)
-        return hand_out(x, Handed(sizes, layout, self.axes, known, frozenset().union(*named)))
+        told = frozenset().union(*named)
+        return hand_out(x, Handed(sizes, layout, x.ndim, self.axes, known, told))
 
     def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         """Ask the other ranks: a local tensor says nothing about the shards that they hold."""

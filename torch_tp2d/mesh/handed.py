@@ -20,6 +20,8 @@ class Handed(NamedTuple):
     sizes: Sizes | None = None
     """Global sizes of all dims but the last, where they are certain."""
     layout: Layout | None = None
+    ndim: int = 0
+    """The dims that the layout speaks of."""
     axes: Axes | None = None
     under_way: Sizes | None = None
     """Where they are not: those of the tokens that it was taken for a part of."""

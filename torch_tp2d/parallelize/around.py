@@ -16,6 +16,7 @@ from ..styles.lifted import Lifted
 from ..styles.linear import Colwise2D, Rowwise2D
 from ..styles.local import Local2D
 from ..styles.module_kinds import embeds, is_conv1d, is_linear
+from ..styles.norm import Norm2D
 from ..styles.replicated import Replicate
 from ..styles.surroundings import Surroundings, is_of_features, width_of
 from .resolve import LINEAR_STYLES, Entry, features_of, nearest, unlifted
@@ -66,13 +67,19 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
     own_width, outputs = width_of(module), set()
     # What stands beside it and is prepared takes the stream as it was before that.
     apart = {e.name: have for e in entries if e.name not in around for have in _before(e)}
-    inputs |= set(apart.values()) & _STREAMS
+    outer = (n for n in apart if not any(n.startswith(f"{other}.") for other in apart))
+    inputs |= {apart[n] for n in outer} & _STREAMS
     in_attention = False
     for entry in entries:
         style: Any = unlifted(entry)
         linear: Any = entry.module
         if isinstance(style, Attention2D):
             in_attention |= entry.name in around
+        if isinstance(style, Norm2D | Replicate) and entry.name.rpartition(".")[0] == around[-1]:
+            # Without a graph nothing tells which of them a tensor there is made of.
+            handed = style.output_layouts or style.input_layouts
+            fits = own_width in (None, width_of(entry.module))
+            outputs |= {handed[1]} & _STREAMS if fits and handed is not None else set()
         if not isinstance(style, LINEAR_STYLES):
             continue
         takes, gives = style.input_layouts[1], style.output_layouts[1]
@@ -99,9 +106,10 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
         if prepared:
             # What comes in is as it was prepared, what a Rowwise inside gives as that says.
             within = [entry for entry in entries if entry.name.startswith(f"{above}.") or not above]
-            streams = {prepared[0], *_given(within)}
+            streams, inputs = {prepared[0], *_given(within)}, set()
             break
-    found = list(streams or inputs)
+    # A model's own input may be whole where what its Rowwise Linears give is split.
+    found = list(streams | inputs)
     stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
     if stream is not None and not outputs <= {stream}:
         stream = None

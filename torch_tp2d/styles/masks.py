@@ -233,13 +233,11 @@ class Masks:
 
     def _of_features(self, x: Tensor) -> set[bool]:
         """Whether ``tp_col`` splits the features that styles handed out and ``x`` is made of."""
-        found = set()
-        for sizes, layout, axes, *_ in made_of(x):
-            if layout is not None and axes == self.grid.axes:
-                on_col = layout[1] if sizes is None else normalize(layout, len(sizes) + 1)[1]
-                of_last = sizes is not None and on_col == Shard(len(sizes))
-                found.add(of_last or (sizes is None and is_of_features(on_col)))
-        return found
+        return {
+            normalize(layout, ndim)[1] == Shard(ndim - 1)
+            for _, layout, ndim, axes, *_ in made_of(x)
+            if layout is not None and axes == self.grid.axes
+        }
 
     def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
         """Layout of a local input, and its features where they are split and known."""

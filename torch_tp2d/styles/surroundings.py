@@ -17,7 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import Axes, Grid
-from ..mesh.layouts import TP_COL, Layout
+from ..mesh.handed import made_of
+from ..mesh.layouts import TP_COL, Layout, normalize
 
 __all__ = ["UNKNOWN", "Surroundings", "is_of_features", "tokens_by_sizes", "width_of"]
 
@@ -90,10 +91,16 @@ class Surroundings:
     def layout(self, owner: str, x: Tensor, row_dim: int, grid: Grid) -> Layout:
         """The layout of a local activation with whole features.
 
+        That of the styles' outputs that it is made of, where the graph shows them and all have
+        one; else that of the plan. Its sizes may tell it, and may not say otherwise.
+
         Raises:
-            ValueError: if the plan does not tell it, or the tensor's sizes say otherwise.
+            ValueError: if nothing tells it, or the tensor's sizes say otherwise.
         """
         self.check_axes(owner, x, grid)
+        made = _layout_made_of(x, grid)
+        if made is not None and tokens_by_sizes(x, row_dim, grid) in (None, made[1]):
+            return made
         if x.ndim == 2:
             return self._of_vectors(owner, x, row_dim, grid)
         row: Placement = Shard(row_dim)
@@ -185,6 +192,18 @@ def tokens_by_sizes(x: Tensor, row_dim: int, grid: Grid) -> Placement | None:
     placements: tuple[Placement, ...] = Shard(1), Replicate()
     told = [p for p in placements if tuple(x.shape[:2]) == _here(known, (row, p), grid)]
     return told[0] if len(told) == 1 else None
+
+
+def _layout_made_of(x: Tensor, grid: Grid) -> Layout | None:
+    """The one layout of all outputs of styles that ``x`` is made of, if its features are whole."""
+    found = {
+        normalize(layout, ndim)
+        if layout is not None and (ndim, axes) == (x.ndim, grid.axes)
+        else None
+        for _, layout, ndim, axes, *_ in made_of(x)
+    }
+    one = found.pop() if len(found) == 1 else None
+    return None if one is None or Shard(x.ndim - 1) in one else one
 
 
 UNKNOWN = Surroundings()

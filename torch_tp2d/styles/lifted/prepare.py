@@ -17,7 +17,7 @@ from ...comm import all_gather
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, normalize
 from ..base import GridStyle, Resolved, Runner
-from ..boundary import gather_for_module, to_dtensor
+from ..boundary import check_handed, gather_for_module, to_dtensor
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
 
@@ -263,6 +263,9 @@ class _InputHook(_Hook):
             self.styles_inside = any("_tp2d" in inner.__dict__ for inner in module.modules())
             self.settle(module)
             self._compare(module, [value for given, value in handed if given and given.is_same])
+        for given, value in handed:
+            if given is not None and not given.is_same and isinstance(value, Tensor):
+                check_handed(value, normalize(given.have, value.ndim), module, self.grid)
         args = tuple(
             self._prepare(value, given, self.use_local)
             for given, value in zip(layouts, args, strict=True)
