@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import torch_tp2d
 from support import world
@@ -87,7 +89,36 @@ _NO_DROPOUT: dict[str, Any] = {
 }
 _GPT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+_BOTH: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": HIDDEN,
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 24 for side in ("encoder", "decoder")},
+    "dropout": 0.0,
+    **{f"{name}_token_id": id for id, name in enumerate(("pad", "bos", "eos"))},
+    "decoder_start_token_id": 1,
+}
+_TOWER: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "projection_dim": HIDDEN,
+}
+_VISION: dict[str, Any] = {**_TOWER, "image_size": 8, "patch_size": 4}
+_TEXT: dict[str, Any] = {**_TOWER, "vocab_size": VOCAB, "eos_token_id": 2}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # An encoder and a decoder, whose embeddings are tied to one that is never called.
+    "BartForConditionalGeneration": ("BartConfig", {**_BOTH, "max_position_embeddings": 32}),
+    # Two towers, tokens picked by their ids, a scale that the model itself has.
+    "CLIPModel": (
+        "CLIPConfig",
+        {"text_config": _TEXT, "vision_config": _VISION, "projection_dim": HIDDEN},
+    ),
+    "CLIPTextModel": ("CLIPTextConfig", _TEXT),
+    "CLIPVisionModel": ("CLIPVisionConfig", _VISION),
     "DistilBertForMaskedLM": (
         "DistilBertConfig",
         {
@@ -125,6 +156,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "OPTConfig",
         {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": HIDDEN, "dropout": 0.0},
     ),
+    # A bias for each head, by the distance of two tokens.
+    "MptForCausalLM": (
+        "MptConfig",
+        {"vocab_size": VOCAB, "d_model": HIDDEN, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+    ),
     # Queries, keys and values of unequal sizes in one weight, cut by what the config says.
     "Phi3ForCausalLM": (
         "Phi3Config",
@@ -143,6 +179,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **_NO_DROPOUT,
         },
     ),
+    # Sounds, by convolutions, and a decoder that indexes its table of positions.
+    "WhisperForConditionalGeneration": (
+        "WhisperConfig",
+        {**_BOTH, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32},
+    ),
 }
 DECODERS = ["Cohere", "Gemma2", "Glm4", "Olmo2", "Phi", "Qwen3", "StableLm", "Starcoder2"]
 """Those that have ready plans too, which are not looked at."""
@@ -156,10 +197,38 @@ def _build(name: str) -> Any:
     return waved(getattr(transformers, name)(getattr(transformers, kind)(**sizes)))
 
 
-def _images(step: int) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randn(5, 3, 8, 8, generator=generator, dtype=torch.float64)
-    return {"pixel_values": images, "labels": torch.randint(0, 2, (5,), generator=generator)}
+def _batch(name: str) -> Callable[[int], dict[str, Any]]:
+    """What a model is given at a step."""
+    # Whose tokens are all in one dim has rows of whole sequences, as many on each.
+    size = 4 if name.startswith("OPT") else 5
+    causal: Any = causal_lm_batch(size, 7, VOCAB)
+
+    def batch(step: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(3, VOCAB, (5, 9), generator=generator)
+        images = torch.randn(5, 3, 8, 8, generator=generator, dtype=torch.float64)
+        given: dict[str, dict[str, Any]] = {
+            "Bart": {"input_ids": ids, "labels": ids[:, 1:7]},
+            "CLIPModel": {"input_ids": ids, "pixel_values": images, "return_loss": True},
+            "CLIPText": {"input_ids": ids},
+            "CLIPVision": {"pixel_values": images},
+            "ViT": {"pixel_values": images, "labels": ids[:, 0] % 2},
+            "Whisper": {"input_features": images.flatten(1)[:, :128].view(5, 8, 16)},
+        }
+        given["Whisper"]["labels"] = ids[:, 1:7]
+        return next((x for start, x in given.items() if name.startswith(start)), causal(step))
+
+    return batch
+
+
+def _loss_of_tokens(model: nn.Module, inputs: Batch) -> Tensor:
+    """Of an encoder that has no loss of its own."""
+    outputs = model(**inputs)
+    worth = torch.linspace(0, 1, HIDDEN, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for y in (outputs.last_hidden_state, outputs.pooler_output):
+        total = total + ((y.full_tensor() if isinstance(y, DTensor) else y) * worth).square().sum()
+    return total
 
 
 def _train(rows: int, columns: int, names: list[str]) -> dict[str, float]:
@@ -172,13 +241,12 @@ def _train(rows: int, columns: int, names: list[str]) -> dict[str, float]:
                 columns,
                 plans=derived_plan,
             )
-            # Whose tokens are all in one dim has rows of whole sequences, as many on each.
-            sizes = (4, 7) if name.startswith("OPT") else (5, 7)
-            data: Any = causal_lm_batch(*sizes, VOCAB)
-            data = _images if name.startswith("ViT") else data
             causal = name in DECODERS or name.endswith("CausalLM")
-            truth = causal_lm_truth if causal else own_loss
-            seen[name] = train_beside(reference, model, data, truth=truth, steps=2).worst
+            loss = _loss_of_tokens if name in ("CLIPTextModel", "CLIPVisionModel") else own_loss
+            truth = causal_lm_truth if causal else loss
+            seen[name] = train_beside(
+                reference, model, _batch(name), truth=truth, loss=loss, steps=2
+            ).worst
     return seen
 
 
@@ -188,7 +256,7 @@ ALL = [*MODELS, *DECODERS]
 @pytest.mark.parametrize(
     "rows,columns,names",
     [
-        (2, 2, ["Phi3ForCausalLM", "RobertaForMaskedLM"]),
+        (2, 2, ["Phi3ForCausalLM", "WhisperForConditionalGeneration", "CLIPModel"]),
         *(deep(*grid, ALL) for grid in ((2, 2), (4, 1))),
         # Parts of a fused weight have to divide: Phi-3's two key heads do not.
         deep(1, 4, [name for name in ALL if not name.startswith("Phi3")]),
@@ -244,8 +312,8 @@ class _Odd(Unheard):
     def __init__(self, case: str) -> None:
         super().__init__()
         self.case = case
-        if case == "root":
-            self.gain = nn.Parameter(torch.ones(()))
+        if case in ("root", "scaled"):
+            self.gain = nn.Parameter(torch.tensor(0.7))
         elif case == "unused":
             self.unused = nn.Linear(2, 2)
         elif case == "whole":
@@ -256,6 +324,8 @@ class _Odd(Unheard):
             raise AssertionError
         y = super().forward(ids)
         if self.case == "root":
+            y = y + self.guess(self.words(ids) * self.gain)
+        if self.case == "scaled":
             y = y * self.gain
         if self.case == "whole":
             y = y + self.guess(self.between(self.words(ids)).cumsum(1))
@@ -265,7 +335,7 @@ class _Odd(Unheard):
 @pytest.mark.parametrize(
     "case,words",
     [
-        ("root", r"The root, _Odd.*the model itself has parameters, \['gain'\]"),
+        ("root", r"The root, _Odd.*the model itself has the parameters \['gain'\]"),
         ("unused", "unused, Linear.*was not called"),
         ("values", "_Odd cannot run without values"),
     ],
@@ -280,3 +350,25 @@ def test_what_stays_whole_is_said() -> None:
     with fake_grid(2, 2) as mesh, pytest.warns(UserWarning, match=r"stay whole.*\['between'\]"):
         plan = plan_for(_Odd("whole"), mesh)
     assert isinstance(plan["between"], torch_tp2d.Replicate)
+
+
+def test_a_batch_and_its_heads_in_one_dim_are_refused() -> None:
+    """BLOOM's biases: what a column holds of them lies in as many places as there are samples."""
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=1, n_head=HEADS)
+    words = "argument alibi .* has the batch and its heads in one dim"
+    with fake_grid(2, 2) as mesh, pytest.raises(ValueError, match=words):
+        derived_plan(transformers.BloomForCausalLM(config), mesh)
+
+
+def _scaled(rows: int, columns: int) -> float:
+    def loss(model: nn.Module, inputs: Batch) -> Tensor:
+        logits = model(inputs["input_ids"])
+        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+    reference, model, _ = on_grid(lambda: waved(_Odd("scaled")), rows, columns)
+    return train_beside(reference, model, causal_lm_batch(5, 7, VOCAB), truth=loss, loss=loss).worst
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1)])
+def test_a_scale_of_the_models_own(rows: int, columns: int) -> None:
+    assert max(world.run(rows * columns, _scaled, rows, columns)) < TOLERANCE

@@ -86,6 +86,10 @@ def test_more_random_programs_on_larger_grids(worlds: Worlds) -> None:
 
 
 FOUND = {
+    # A row without input features could not tell its rows of none: an error there, a hang elsewhere.
+    "a fused projection of fewer features than rows": """
+        Program(grid=(2, 2), models=(Model(hidden=1, blocks=(Mlp(fused=True),)),), use=(Op(),))
+    """,
     # Half of the heads' masks for all of them, where a projection hands on split features.
     "dropout of whole heads": """
         Program(grid=(3, 2), models=(Model(stream='features',

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -275,15 +276,25 @@ class OffsetEmbedding(nn.Embedding):
         return super().forward(positions + 2)
 
 
+class IndexedEmbedding(nn.Embedding):
+    """Whisper's table of positions, which are said in one of two ways."""
+
+    def forward(self, positions: Tensor, sliced: bool = False) -> Tensor:
+        return self.weight[1 : 1 + positions.shape[1]] if sliced else self.weight[positions]
+
+
 class OddlyEmbedded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.positions = ScaledEmbedding(11, 8), OffsetEmbedding(6, 8)
+        self.indexed = IndexedEmbedding(6, 8)
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1]).expand(ids.shape)
-        return self.down(self.up(self.embed(ids) + self.positions(positions)).sin())
+        x = self.embed(ids) + self.positions(positions)
+        x = x + self.indexed(positions) + self.indexed(positions, sliced=True)
+        return self.down(self.up(x).sin())
 
 
 class Projected(nn.Embedding):
@@ -298,7 +309,7 @@ class Unread(nn.Embedding):
     """One whose table is read in another way."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.weight[input]
+        return F.one_hot(input, self.num_embeddings).to(self.weight.dtype) @ self.weight
 
 
 def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
@@ -317,7 +328,10 @@ def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
         torch.manual_seed(0)
         reference = OddlyEmbedded().double()
         model = copy.deepcopy(reference)
-        torch_tp2d.parallelize_module(model, mesh, {"embed": style, "positions": style} | mlp)
+        # A slice has no batch, which the layouts of ``table`` split.
+        indexed = Rowwise2D() if style is table else style
+        plan = {"embed": style, "positions": style, "indexed": indexed} | mlp
+        torch_tp2d.parallelize_module(model, mesh, plan)
         ids = torch.arange(12).view(4, 3) % 11
         wanted, y = reference(ids), model(ids)
         wanted.sin().sum().backward()

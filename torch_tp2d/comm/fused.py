@@ -47,7 +47,7 @@ def reshard_fused(
 
     def finish(wires: list[list[Tensor]]) -> Tensor:
         received = [
-            torch.cat(of_rank).view(-1, *rows.shape[1:]).split(gets[rank])
+            torch.cat(of_rank).view(sum(gets[rank]), *rows.shape[1:]).split(gets[rank])
             for rank, of_rank in enumerate(zip(*wires, strict=True))
         ]
         ordered = [received[rank][part] for part in range(len(parts)) for rank in ranks]

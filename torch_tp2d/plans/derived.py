@@ -22,7 +22,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..mesh.grid import check_mesh
+from ..mesh.layouts import Layout
 from ..parallelize.resolve import features_of
+from ..styles.local import Local2D
 from ..styles.module_kinds import describe_module, embeds, is_conv1d, is_linear
 from ..styles.replicated import Replicate
 from .losses import LossFunction, causal_lm_loss
@@ -41,6 +43,7 @@ _ONE_BY_ONE = frozenset(
     }
 )
 """Functions of each feature by itself."""
+_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 _PRODUCTS = frozenset(("baddbmm", "bmm", "einsum", "matmul", "softmax"))
 _IN_PARTS = frozenset(("chunk", "split", "tensor_split"))
 
@@ -134,7 +137,14 @@ class _Derivation:
                 self._single(name)
         self._check_all_named()
         plan = self._by_patterns()
-        if self.own_loss:
+        own = own_parameters(self.model)
+        what = f"the model itself has the parameters {own}"
+        if own and (self.own_loss or not self._meet_what_is_whole()):
+            raise self._unclear("", what)
+        if own:
+            plan[""] = Local2D(input_layouts=(Whole(), Whole()))
+            plan.reasons[""] = f"{what}, which meet what is whole"
+        elif self.own_loss:
             plan[""] = LossFunction(causal_lm_loss)
             plan.reasons[""] = "the loss, of logits that stay split over the vocabulary"
         elif hasattr(self.model, "get_input_embeddings"):
@@ -188,8 +198,9 @@ class _Derivation:
             raise self._unclear(close, f"{width} features of {call.heads} heads, of {group}")
         if own_parameters(self.modules[where]):
             raise self._unclear(where, "an attention with parameters of its own")
+        given = self._whole_inputs(where, call.heads)
         if len(group) == 1:
-            style, opens = self._of_fused(group[0], call.heads, width)
+            style, opens = self._of_fused(group[0], call.heads, width, given)
         else:
             queries = [s for s in group if s in call.sources[0] and outs[s] == width][:1]
             others = {outs[s] for s in group if s not in queries}
@@ -198,7 +209,9 @@ class _Derivation:
                 raise self._unclear(
                     close, f"of queries, keys and values of {call.heads} heads, {outs} were found"
                 )
-            style, q, kv, o = self.parts.attention(self.mesh, call.heads, min(others) // size)
+            style, q, kv, o = self.parts.attention(
+                self.mesh, call.heads, min(others) // size, whole_inputs=given
+            )
             opens = {**{s: q if s in queries else kv for s in group}, close: o}
         self._name(where, style, f"attention of {call.heads} heads")
         for name, opened in opens.items():
@@ -207,25 +220,40 @@ class _Derivation:
         if close not in self.styles:
             self._name(close, self.parts.rowwise(), f"closes the heads of {where}")
 
+    def _whole_inputs(self, where: str, heads: int) -> dict[str, tuple[str | None, ...]]:
+        """What the dims are of the tensors that an attention is given, where it cannot tell."""
+        found: dict[str, tuple[str | None, ...]] = {}
+        for name, shape in self.seen.arguments.get(where, {}).items():
+            if heads * self.batch in shape and heads > 1:
+                raise self._unclear(
+                    where, f"its argument {name} {shape} has the batch and its heads in one dim"
+                )
+            if len(shape) > 1 and shape[0] == heads != self.batch:
+                # A bias of each head, whatever the sample: by the distance of two tokens.
+                found[name] = ("heads", *(None,) * (len(shape) - 1))
+        return found
+
     def _by_heads(self, name: str, size: int) -> bool:
         """Whether a projection is viewed as heads of so many features, if that is seen."""
         cut = self.seen.cut.get(name)
         return cut is None or cut == (self._widths(name)[1] // size, size)
 
     def _of_fused(
-        self, name: str, heads: int, width: int
+        self, name: str, heads: int, width: int, given: dict[str, tuple[str | None, ...]]
     ) -> tuple[ParallelStyle, dict[str, ParallelStyle]]:
         """Of queries, keys and values from one projection: the attention's style and its own."""
         cut, columns = self.seen.cut.get(name, ()), self.mesh["tp_col"].size()
         size = width // heads
         if len(cut) == 3 and cut[0] == width > cut[1] == cut[2] and cut[1] % (size * columns) == 0:
             # Fewer heads of keys and values.
-            style, _, _, _ = self.parts.attention(self.mesh, heads, cut[1] // size)
+            style, _, _, _ = self.parts.attention(
+                self.mesh, heads, cut[1] // size, whole_inputs=given
+            )
             return style, {name: self.parts.colwise(parts=cut)}
         one_by_one = cut in ((width,) * 3, (3, width), (3, heads, size))
         by_heads = cut in ((heads, 3 * size), (heads, 3, size)) and heads % columns == 0
         if self._widths(name)[1] == 3 * width and one_by_one != by_heads:
-            style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3)
+            style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3, whole_inputs=given)
             # Head by head each column has whole heads of all three.
             return style, {name: q if one_by_one else self.parts.colwise(parts=1)}
         raise self._unclear(
@@ -238,6 +266,7 @@ class _Derivation:
 
     def _single(self, name: str) -> None:
         shape, sources = self.seen.shapes[name], self.seen.given[name]
+        whole: dict[str, Any]
         vectors = self._is_vectors(name)
         if sources and {*sources} <= self.split:
             if not vectors:
@@ -247,6 +276,11 @@ class _Derivation:
             raise self._unclear(name, "what it gives goes into an attention that is not understood")
         elif embeds(self.modules[name]):
             self._embedding(name, shape)
+        elif vectors and len(shape) == 3 and name in self.seen.picked:
+            # By ids, which are whole on every rank.
+            whole = {"output_layouts": (Whole(), Whole()), "use_local_output": True}
+            style = Replicate(row_dim=self.parts.row_dim, **whole)
+            self._name(name, style, "a norm, of whose tokens some are picked")
         elif vectors and len(shape) == 3:
             self._name(name, self.parts.norm(), "a norm of the residual stream")
         elif self._is_head(name):
@@ -254,23 +288,29 @@ class _Derivation:
         else:
             if any(self._is_within(other, name) for other in self.styles):
                 raise self._unclear(name, "it has parameters of its own around what is split")
-            whole: dict[str, Any] = {}
+            whole = {}
             if name in self.seen.output and self._is_projection(name):
                 whole = {"output_layouts": (Whole(), Whole()), "use_local_output": True}
+                if sources and {*sources} <= self.seen.picked:
+                    whole["input_layouts"] = Whole(), Whole()
             elif not sources:
                 # Of the model's own inputs, which are whole on every rank as ids are.
-                stream = Shard(self.parts.row_dim), self.parts.residual
+                stream: Layout = Shard(self.parts.row_dim), self.parts.residual
+                if isinstance(self.modules[name], _CONVOLUTIONS):
+                    # Its channels are no sequence yet.
+                    stream = Whole(), Whole()
                 whole = {"input_layouts": (Whole(), Whole()), "output_layouts": stream}
                 whole["use_local_output"] = False
             style = Replicate(row_dim=self.parts.row_dim, **whole)
             self._name(name, style, "whole on every rank: of no group")
 
     def _embedding(self, name: str, shape: tuple[int, ...]) -> None:
-        if shape == (self.batch, self.seq):
+        # Of encoder and decoder each has a sequence of its own.
+        if len(shape) == 2 and shape[0] == self.batch:
             self._name(name, self.parts.embedding(), "an embedding of tokens")
-        elif shape == (1, self.seq):
+        elif len(shape) == 2 and shape[0] == 1:
             self._name(name, self.parts.positions(), "an embedding of positions")
-        elif shape == (self.seq,):
+        elif len(shape) == 1 and shape[0] != self.batch:
             on_row = Shard(0) if self.parts.row_dim == 1 else Whole()
             on_col = Shard(0) if self.parts.sequence_parallel else Whole()
             style = self.parts.embedding(output_layouts=(on_row, on_col))
@@ -313,14 +353,35 @@ class _Derivation:
             self.split.add(name)
 
     def _check_all_named(self) -> None:
-        """Every parameter is in the plan, or a vector beside what is."""
+        """Every parameter is in the plan, tied to one that is, or a vector beside what is."""
         for name, module in self.modules.items():
             own = own_parameters(module)
             if own and name not in self.seen.given:
+                twin = self._twin(module)
+                if twin is not None:
+                    self._name(name, self.styles[twin], f"tied to {twin}")
+                    continue
                 if not any(self._is_within(name, other) for other in self.styles):
                     raise self._unclear(name, f"it has the parameters {own}, and was not called")
-            elif own and not name:
-                raise self._unclear(name, f"the model itself has parameters, {own}")
+
+    def _meet_what_is_whole(self) -> bool:
+        """Whether the model's own parameters meet only what its last projections give, whole."""
+        before = any("" in sources for name, sources in self.seen.given.items() if name)
+        ends = [name for name in self.seen.output if name]
+        projections = all(
+            name in self.styles and self._is_projection(name) and name not in self.split
+            for name in ends
+        )
+        return bool(ends) and projections and not before
+
+    def _twin(self, module: nn.Module) -> str | None:
+        """The name of a module of the plan that has this one's parameters."""
+        mine = {name: id(param) for name, param in module.named_parameters(recurse=False)}
+        for name in self.styles:
+            theirs = self.modules[name].named_parameters(recurse=False)
+            if mine == {n: id(param) for n, param in theirs}:
+                return name
+        return None
 
     def _by_patterns(self) -> DerivedPlan:
         """One entry for what is alike in every layer."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,29 +95,55 @@ def sample_inputs(
         return Inputs(args, None, next((x for x in args if _is_ids(x)), None))
     generator = torch.Generator().manual_seed(0)
     takes = inspect.signature(_own_forward(model)).parameters
-    if "pixel_values" in takes:
-        config: Any = model.config
-        height, width = _pair(config.image_size)
-        images = torch.zeros(batch, config.num_channels, height, width, device="cpu")
-        if values:
-            images.normal_(generator=generator)
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        kwargs: dict[str, Any] = {"pixel_values": images.to(dtype)}
-        if "labels" in takes:
-            kwargs["labels"] = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        return Inputs((), kwargs)
+    made = _images(model, takes, batch, generator if values else None)
+    if made and "input_ids" not in takes:
+        return Inputs((), made)
+    if "input_features" in takes and "decoder_input_ids" in takes:
+        return _sounds(model, batch, seq, generator if values else None)
     rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if rows:
         ids = torch.zeros(batch, seq, dtype=torch.int64, device="cpu")
         if values:
             ids.random_(min(rows), generator=generator)
         if "input_ids" in takes:
-            kwargs = {"input_ids": ids}
-            if "labels" in takes:
-                kwargs["labels"] = ids
-            return Inputs((), kwargs, ids)
+            labels = {"labels": ids} if "labels" in takes else {}
+            return Inputs((), {"input_ids": ids, **labels, **made}, ids)
         return Inputs((ids,), None, ids)
     return None
+
+
+def _images(
+    model: nn.Module, takes: Container[str], batch: int, noise: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Images, and a class for each, of a model that takes some."""
+    if "pixel_values" not in takes:
+        return {}
+    config: Any = model.config
+    config = getattr(config, "vision_config", config)
+    images = torch.zeros(batch, config.num_channels, *_pair(config.image_size), device="cpu")
+    if noise is not None:
+        images.normal_(generator=noise)
+    made = {"pixel_values": images.to(_dtype_of(model))}
+    if "labels" in takes:
+        made["labels"] = torch.zeros(batch, dtype=torch.int64, device="cpu")
+    return made
+
+
+def _sounds(model: nn.Module, batch: int, seq: int, noise: torch.Generator | None) -> Inputs:
+    """Spectra for an encoder, as long as its positions and strides say, and a decoder's labels."""
+    config: Any = model.config
+    strides = [m.stride[0] for m in model.modules() if isinstance(m, nn.Conv1d)]
+    length = config.max_source_positions * math.prod(strides)
+    sounds = torch.zeros(batch, config.num_mel_bins, length, device="cpu")
+    labels = torch.zeros(batch, seq, dtype=torch.int64, device="cpu")
+    if noise is not None:
+        sounds.normal_(generator=noise)
+        labels.random_(config.vocab_size, generator=noise)
+    return Inputs((), {"input_features": sounds.to(_dtype_of(model)), "labels": labels})
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def _own_forward(model: nn.Module) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from .sample import copy_without_values, sample_inputs
 
 __all__ = ["BATCH", "SEQ", "Attention", "Structure", "own_parameters", "structure_of"]
 
-BATCH, SEQ = 2, 7
-"""Sizes of the trace, where no inputs are given."""
+BATCH, SEQ = 11, 13
+"""Sizes of the trace, where no inputs are given: few models have as many heads."""
 
 Sources = Mapping[str, frozenset[str]]
 """The modules that a tensor was made by, and the functions that it has gone through since."""
@@ -53,8 +54,9 @@ class Structure:
     Args:
         tokens: batch and sequence, by which ids of tokens and of positions are told.
         given: of each module that has parameters of its own, in the order of the first calls, what
-            its inputs were made by.
+            its inputs were made by; ``""`` stands for parameters of the model itself.
         shapes: of the first input of each.
+        arguments: of every module, the shapes of the tensors that it was given by name.
         attentions: in the order of their calls.
         output: what the output was made by.
         cut: of each projection, how the sizes of its features were told apart first, if they were.
@@ -63,9 +65,12 @@ class Structure:
     tokens: tuple[int, int] = BATCH, SEQ
     given: dict[str, dict[str, frozenset[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    arguments: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     attentions: list[Attention] = field(default_factory=list)
     output: dict[str, frozenset[str]] = field(default_factory=dict)
     cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    picked: set[str] = field(default_factory=set)
+    """The modules of whose output tokens were picked by an index that is a tensor."""
     loss: str = ""
     """The name of transformers' loss function, if it was called."""
 
@@ -104,6 +109,7 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
     loss = getattr(copied, "loss_function", None)
     if callable(loss):
         copied.loss_function = partial(tracer.loses, loss)  # type: ignore[assignment]
+    tracer.knows_own_parameters(copied)
     with mode, torch.no_grad():
         sample = sample_inputs(copied, inputs, BATCH, SEQ)
         if sample is None:
@@ -145,6 +151,12 @@ def _first_output(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) else output
 
 
+def _shapes(module: nn.Module, args: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
+    """Of the tensors among a forward's arguments."""
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    return {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}
+
+
 def _start(index: Any) -> int | None:
     """Where an index begins to slice the last dim, if that is all that it does."""
     if not isinstance(index, tuple) or index[0] is not Ellipsis or len(index) != 2:
@@ -163,9 +175,17 @@ class _Tracer(TorchFunctionMode):
         self._running: list[str] = []
         # With the tensors, lest another be given the number of one that is gone.
         self._known: dict[int, tuple[Tensor, Sources]] = {}
+        self._outputs: dict[int, tuple[Tensor, str]] = {}
+
+    def knows_own_parameters(self, model: nn.Module) -> None:
+        """The root's are followed as what a module gave that is called ``""``."""
+        for name in own_parameters(model):
+            param = getattr(model, name)
+            self._known[id(param)] = param, {"": frozenset()}
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
+        self.found.arguments.setdefault(name, _shapes(module, args, kwargs))
         if not own_parameters(module):
             return
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -177,6 +197,8 @@ class _Tracer(TorchFunctionMode):
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._running.pop()
+        if own_parameters(module) and isinstance(output, Tensor):
+            self._outputs[id(output)] = output, name
         if is_linear(module) or is_conv1d(module) or embeds(module):
             for x in tree_leaves(output):
                 if isinstance(x, Tensor):
@@ -210,7 +232,11 @@ class _Tracer(TorchFunctionMode):
                 Attention(self._running[-1], scores.shape[1], [self.merged(scores)])
             )
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if made and name not in ("get", "set"):
+        if name == "getitem" and self._is_picked(*args):
+            _, source = self._outputs[id(args[0])]
+            self.found.picked.add(source)
+            self._known[id(out)] = out, {source: frozenset()}
+        elif made and name not in ("get", "set"):
             sources = self.merged((args, kwargs))
             self._cuts(name, args, sources, made)
             for x in made:
@@ -221,6 +247,10 @@ class _Tracer(TorchFunctionMode):
             for x in made:
                 self._known.setdefault(id(x), (x, self.merged(args)))
         return out
+
+    def _is_picked(self, x: Tensor, index: Any) -> bool:
+        """Whether what a module gave is indexed by a tensor."""
+        return id(x) in self._outputs and any(isinstance(i, Tensor) for i in tree_leaves(index))
 
     def _attends(self, given: Sequence[Tensor]) -> None:
         sources = [self.merged(x) for x in given]

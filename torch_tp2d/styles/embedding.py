@@ -184,6 +184,13 @@ class _LookUp(TorchFunctionMode):
     ) -> Any:
         if func is F.embedding and args[1] is self.weight:
             return self.look_up(args[0])
+        if func is Tensor.__getitem__ and args[0] is self.weight:
+            ids = args[1]
+            if isinstance(ids, slice):
+                rows = range(*ids.indices(self.weight.shape[0]))
+                ids = torch.arange(rows.start, rows.stop, rows.step, device=self.weight.device)
+            if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dtype != torch.bool:
+                return self.look_up(ids)
         return func(*args, **(kwargs or {}))
 
 

@@ -51,6 +51,8 @@ class Local2D(GridStyle):
             table of biases for each head is ``Shard(1)`` where its dim 1 counts heads.
         input_layouts: layout of the first tensor, ``Replicate()`` on ``tp_col`` by default: where
             it is a Shard, of heads say, gradients of whole parameters are summed along it too.
+            ``(Replicate(), Replicate())`` says that what the module's own parameters meet is whole
+            on every rank, as a scale of the logits of all pairs of a batch is: nothing is summed.
         use_local_output: hand on a local tensor (True), or a DTensor of the global shape with the
             batch in dim 0 (False), as the last of such modules does for the loss; by default as
             the input came.
@@ -123,22 +125,27 @@ class _LocalRunner(Runner):
         self.grid = grid
         self.use_local_output = style.use_local_output
         self.declared, self.surroundings = style.input_layouts, style.surroundings
+        self.sees_all = self.declared == (dt.Replicate(), dt.Replicate())
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
     def resolved(self) -> Resolved:
         row = row_layout()
-        return Resolved(row if self.declared is None else self.declared, row)
+        if self.declared is None:
+            return Resolved(row, row)
+        return Resolved(self.declared, self.declared if self.sees_all else row)
 
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         batches = {x.shape[0] for x in values if isinstance(x, DTensor)}
-        # Other rows have other samples.
-        shares = True, self._sees_shares(module, values)
+        # Other rows have other samples, unless each has all.
+        shares = not self.sees_all, self._sees_shares(module, values)
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         params = [(module, name) for name in self.names]
         y = run_locally(params, forward, args, kwargs, self.grid, shares=shares)
         local = not batches if self.use_local_output is None else self.use_local_output
+        if self.sees_all:
+            return y
         return y if local else self._of_whole_batch(module, y, batches)
 
     def _sees_shares(self, module: nn.Module, values: Sequence[Any]) -> bool:
@@ -165,11 +172,13 @@ class _LocalRunner(Runner):
     def _local(self, module: nn.Module, x: Any) -> Any:
         if not isinstance(x, DTensor):
             return x
-        if normalize(self.grid.layout(x, 0), x.ndim) != row_layout():
+        wanted = self.declared if self.declared is not None and self.sees_all else row_layout()
+        if normalize(self.grid.layout(x, 0), x.ndim) != wanted:
+            of = "all samples" if self.sees_all else "this row's samples, whole along tp_col"
             raise ValueError(
-                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} runs on this "
-                f"row's samples, whole along tp_col, but got a DTensor of shape "
-                f"{tuple(x.shape)} placed {x.placements}: redistribute it to {row_layout()}"
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} runs on {of}, "
+                f"but got a DTensor of shape {tuple(x.shape)} placed {x.placements}: redistribute "
+                f"it to {wanted}"
             )
         return x.to_local()
 

@@ -226,6 +226,12 @@ class WholeRunner(Runner):
                 if use_local:
                     return self.grid.with_stand_in(y, declared, sizes, given=given)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
+            if normalize(declared, x.ndim) == _WHOLE and not self._holds_styles(module):
+                params = parameters_inside(module)
+                y = run_locally(params, forward, args, kwargs, self.grid, shares=(False, False))
+                if isinstance(y, Tensor) and not isinstance(y, DTensor):
+                    return self._hand_on(to_dtensor(y, _WHOLE, self.grid, y.shape), given, None)
+                return y
             x = to_dtensor(x, declared, self.grid)
             self._compare_rows(module, given, declared)
         elif x.device_mesh != self.grid.mesh:
@@ -253,10 +259,14 @@ class WholeRunner(Runner):
             y = forward(*map(prepared, args), **{k: prepared(v) for k, v in kwargs.items()})
         if not isinstance(y, DTensor):
             return y
-        wanted = self.wanted
-        if wanted is None and y.shape == x.shape:
-            # DTensor replicates where a dim is too short for the mesh.
-            wanted = layout
+        # DTensor replicates where a dim is too short for the mesh.
+        return self._hand_on(y, given, layout if y.shape == x.shape else None)
+
+    def _hand_on(self, y: DTensor, given: Tensor, layout: Layout | None) -> Tensor:
+        """The output as it was asked for, else in ``layout``, else as it is."""
+        was_local = not isinstance(given, DTensor)
+        use_local = was_local if self.use_local_output is None else self.use_local_output
+        wanted = layout if self.wanted is None else self.wanted
         if wanted is not None:
             target = self.grid.placements(normalize(wanted, y.ndim))
             if tuple(y.placements) != target:
@@ -274,6 +284,11 @@ class WholeRunner(Runner):
         return self.grid.with_stand_in(
             local, layout, self.grid.sizes_of(y), given=given, shares=shares
         )
+
+    @staticmethod
+    def _holds_styles(module: nn.Module) -> bool:
+        """Whether something inside, as a dropout, goes by the layout of what it is given."""
+        return any("_tp2d" in m.__dict__ for m in module.modules() if m is not module)
 
     def _sees_shares(self, x: Tensor, layout: Layout) -> bool:
         """Whether gradients of a whole ``x`` are shares, and so are those of the parameters."""
