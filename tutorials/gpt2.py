@@ -120,7 +120,9 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
-        self.init_weights(seed)
+        # On the meta device, where models too large for one device begin, nothing is there to fill.
+        if not self.wte.weight.is_meta:
+            self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import json
 import math
 import os
@@ -16,25 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torch_tp2d import CommCounter
+
 Block = tuple[tuple[int, int], ...]
 """From where to where a rank's part reaches, in each dim of the whole."""
 
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377")
+FSDP_COLLECTIVES = {
+    "c10d._allgather_base_": "all_gather_into_tensor",
+    "c10d._reduce_scatter_base_": "reduce_scatter_tensor",
+}
 
 
 def local(value: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def show_diff(before: Callable[..., Any], after: Callable[..., Any]) -> Any:
-    """The lines in which two functions differ, for a notebook to display."""
-    from IPython.display import Markdown
-
-    old, new = (inspect.getsource(function).splitlines() for function in (before, after))
-    lines = difflib.unified_diff(old, new, n=0, lineterm="")
-    changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
-    return Markdown("\n".join(["```diff", *changed, "```"]))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -196,6 +190,28 @@ def peak_of(step: Callable[[], object]) -> int:
     return most
 
 
+class FSDPCounter(CommCounter):
+    """A CommCounter that sees the collectives of FSDP2 too, under the axis ``fsdp``.
+
+    They are not functional ones: ``(output, input, ...)``, an all-gather of weights or a
+    reduce-scatter of gradients. A rank receives what the larger side has beyond the smaller.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = FSDP_COLLECTIVES[str(func.overloadpacket)]
+            more = abs(args[0].numel() - args[1].numel())
+            self.calls["fsdp", name] += 1
+            self.bytes["fsdp", name] += more * args[0].element_size()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 # --- curves ------------------------------------------------------------------------------------
 
 
@@ -267,6 +283,8 @@ def draw_traffic(
 def draw_link_rates(results: Mapping[str, Any], names: Mapping[str, str]) -> Any:
     """Seconds of a step by link rate, and by tokens, there relative to stock tensor parallelism.
 
+    A dashed line is what the products alone take, with nothing sent.
+
     Args:
         results: what ``benchmarks/link_rates.py`` wrote.
         names: a plan's name there to its name here.
@@ -283,6 +301,9 @@ def draw_link_rates(results: Mapping[str, Any], names: Mapping[str, str]) -> Any
         seconds = [plan_record(case, plan)["seconds"] for case in by_rate]
         left.plot(seconds, label=name, **style)
         right.plot([plan_record(case, plan)["ratio"] for case in by_tokens], **style)
+    # Of the four shares at once, on all cores: what one device with these cores has to do.
+    alone = [plan_record(case, next(iter(names)))["compute_seconds"] for case in by_rate]
+    left.plot(alone, label="products alone", color="#999999", linestyle="--")
     rates = [case["rate"].replace("bit", "bit/s").replace("none", "not shaped") for case in by_rate]
     left.set_xticks(range(len(by_rate)), rates)
     right.set_xticks(range(len(by_tokens)), [f"{_tokens_per_hidden(c):g}" for c in by_tokens])
