@@ -86,7 +86,7 @@ def test_more_random_programs_on_larger_grids(worlds: Worlds) -> None:
 
 
 FOUND = {
-    # A row without input features could not tell its rows of none: an error there, a hang elsewhere.
+    # A row without input features had an error in sizes worked out of nothing; the others hung.
     "a fused projection of fewer features than rows": """
         Program(grid=(2, 2), models=(Model(hidden=1, blocks=(Mlp(fused=True),)),), use=(Op(),))
     """,

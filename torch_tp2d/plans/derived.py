@@ -9,9 +9,7 @@ embedding, norm or head, is left whole.
 from __future__ import annotations
 
 import os
-import re
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +28,7 @@ from ..styles.replicated import Replicate
 from .losses import LossFunction, causal_lm_loss
 from .methods import AsTransformers
 from .parts import Parts
+from .patterns import DerivedPlan, by_patterns
 from .structure import Attention, Structure, own_parameters, structure_of
 
 __all__ = ["DerivedPlan", "derived_plan"]
@@ -46,23 +45,6 @@ _ONE_BY_ONE = frozenset(
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 _PRODUCTS = frozenset(("baddbmm", "bmm", "einsum", "matmul", "softmax"))
 _IN_PARTS = frozenset(("chunk", "split", "tensor_split"))
-
-
-class DerivedPlan(dict[str, ParallelStyle]):
-    """A plan, and for each entry why it is there.
-
-    Attributes:
-        reasons: by the plan's keys. Those of modules that are whole on every rank begin with
-            "whole".
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reasons: dict[str, str] = {}
-
-    def __str__(self) -> str:
-        width = max(map(len, self), default=0)
-        return "\n".join(f"{key:{width}}  {why}" for key, why in self.reasons.items())
 
 
 def derived_plan(
@@ -136,7 +118,7 @@ class _Derivation:
             if name not in self.styles and not any(self._is_within(name, o) for o in self.styles):
                 self._single(name)
         self._check_all_named()
-        plan = self._by_patterns()
+        plan = by_patterns(self.modules, self.styles, self.reasons)
         own = own_parameters(self.model)
         what = f"the model itself has the parameters {own}"
         if own and (self.own_loss or not self._meet_what_is_whole()):
@@ -383,31 +365,12 @@ class _Derivation:
                 return name
         return None
 
-    def _by_patterns(self) -> DerivedPlan:
-        """One entry for what is alike in every layer."""
-        alike: dict[str, list[str]] = defaultdict(list)
-        for name in self.modules:
-            alike[_pattern(name)].append(name)
-        plan = DerivedPlan()
-        for name, style in self.styles.items():
-            pattern = _pattern(name)
-            shown = {repr(self.styles.get(other)) for other in alike[pattern]}
-            key, why = (pattern, _pattern) if len(shown) == 1 else (name, str)
-            if key not in plan:
-                plan[key] = style
-                plan.reasons[key] = why(self.reasons[name])
-        return plan
-
     def _unclear(self, name: str, why: str) -> ValueError:
         return ValueError(
             f"the structure of {type(self.model).__name__} does not tell a plan. "
             f"{name or 'The root'}, {describe_module(self.modules[name])}: {why}. Write the plan "
             f"by hand, as a dict of module names and styles"
         )
-
-
-def _pattern(text: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", text)
 
 
 def _common(names: Sequence[str]) -> str:

@@ -1,0 +1,55 @@
+"""A plan that says why each entry is there, with one entry for what is alike in every layer."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["DerivedPlan", "by_patterns"]
+
+
+class DerivedPlan(dict[str, ParallelStyle]):
+    """A plan, and for each entry why it is there.
+
+    Attributes:
+        reasons: by the plan's keys. Those of modules that are whole on every rank begin with
+            "whole".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{key:{width}}  {why}" for key, why in self.reasons.items())
+
+
+def by_patterns(
+    modules: Iterable[str], styles: Mapping[str, ParallelStyle], reasons: Mapping[str, str]
+) -> DerivedPlan:
+    """The plan of ``styles``, by module name, with ``*`` for numbers of layers that are alike.
+
+    Args:
+        modules: the names of all modules of the model.
+        reasons: for each of the styles.
+    """
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in modules:
+        alike[_pattern(name)].append(name)
+    plan = DerivedPlan()
+    for name, style in styles.items():
+        pattern = _pattern(name)
+        shown = {repr(styles.get(other)) for other in alike[pattern]}
+        key, why = (pattern, _pattern) if len(shown) == 1 else (name, str)
+        if key not in plan:
+            plan[key] = style
+            plan.reasons[key] = why(reasons[name])
+    return plan
+
+
+def _pattern(text: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", text)
