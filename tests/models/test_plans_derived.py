@@ -208,14 +208,14 @@ def _batch(name: str) -> Callable[[int], dict[str, Any]]:
         ids = torch.randint(3, VOCAB, (5, 9), generator=generator)
         images = torch.randn(5, 3, 8, 8, generator=generator, dtype=torch.float64)
         given: dict[str, dict[str, Any]] = {
-            "Bart": {"input_ids": ids, "labels": ids[:, 1:7]},
+            "Bart": {"input_ids": ids, "labels": ids[:, 1:7].contiguous()},
             "CLIPModel": {"input_ids": ids, "pixel_values": images, "return_loss": True},
             "CLIPText": {"input_ids": ids},
             "CLIPVision": {"pixel_values": images},
             "ViT": {"pixel_values": images, "labels": ids[:, 0] % 2},
             "Whisper": {"input_features": images.flatten(1)[:, :128].view(5, 8, 16)},
         }
-        given["Whisper"]["labels"] = ids[:, 1:7]
+        given["Whisper"]["labels"] = ids[:, 1:7].contiguous()
         return next((x for start, x in given.items() if name.startswith(start)), causal(step))
 
     return batch
