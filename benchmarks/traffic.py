@@ -6,13 +6,15 @@ all-gather or a reduce-scatter sends (n-1)/n W from each rank, an all-reduce twi
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from variants import KEPT, OURS, Share, Sizes
 
-from torch_tp2d import CommCounter
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tutorials"))
+from pictures import FSDPCounter  # noqa: E402
 
 # In matrices of hidden x hidden: q, k, v, o, and two of four each.
 MATRICES = 12
@@ -54,33 +56,8 @@ def predicted_bytes(plan: str, share: Share, sizes: Sizes) -> float | None:
     return block * sizes.layers * WIDTH
 
 
-def received_by_c10d(op: str, args: tuple[Any, ...]) -> int:
-    """Bytes that one rank receives in a collective that is not a functional one.
-
-    They are those of FSDP2, ``(output, input, ...)``.
-    """
-    if op == "_allgather_base_":
-        return (args[0].numel() - args[1].numel()) * args[1].element_size()
-    if op == "_reduce_scatter_base_":
-        return (args[1].numel() - args[0].numel()) * args[1].element_size()
-    raise NotImplementedError(f"the bytes of c10d::{op} are not known")
-
-
-class WireCounter(CommCounter):
+class WireCounter(FSDPCounter):
     """Counts the bytes that this rank receives in functional collectives and in FSDP2's."""
 
     def __init__(self) -> None:
         super().__init__(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",)))
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Count ``func`` if it is a collective, and call it."""
-        if func.namespace == "c10d":
-            self.bytes["fsdp", func._opname] += received_by_c10d(func._opname, args)
-            self.calls["fsdp", func._opname] += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -205,7 +205,9 @@ class FSDPCounter(CommCounter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace == "c10d":
-            name = FSDP_COLLECTIVES[str(func.overloadpacket)]
+            name = FSDP_COLLECTIVES.get(str(func.overloadpacket))
+            if name is None:
+                raise NotImplementedError(f"the bytes of {func} are not known")
             more = abs(args[0].numel() - args[1].numel())
             self.calls["fsdp", name] += 1
             self.bytes["fsdp", name] += more * args[0].element_size()

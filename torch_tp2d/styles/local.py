@@ -126,26 +126,24 @@ class _LocalRunner(Runner):
         self.use_local_output = style.use_local_output
         self.declared, self.surroundings = style.input_layouts, style.surroundings
         self.sees_all = self.declared == (dt.Replicate(), dt.Replicate())
+        # Samples of this row, unless each has all of them.
+        self.samples: Layout = (dt.Replicate(), dt.Replicate()) if self.sees_all else row_layout()
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
     def resolved(self) -> Resolved:
-        row = row_layout()
-        if self.declared is None:
-            return Resolved(row, row)
-        return Resolved(self.declared, self.declared if self.sees_all else row)
+        return Resolved(self.samples if self.declared is None else self.declared, self.samples)
 
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         batches = {x.shape[0] for x in values if isinstance(x, DTensor)}
-        # Other rows have other samples, unless each has all.
         shares = not self.sees_all, self._sees_shares(module, values)
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         params = [(module, name) for name in self.names]
         y = run_locally(params, forward, args, kwargs, self.grid, shares=shares)
-        local = not batches if self.use_local_output is None else self.use_local_output
         if self.sees_all:
             return y
+        local = not batches if self.use_local_output is None else self.use_local_output
         return y if local else self._of_whole_batch(module, y, batches)
 
     def _sees_shares(self, module: nn.Module, values: Sequence[Any]) -> bool:
@@ -172,13 +170,12 @@ class _LocalRunner(Runner):
     def _local(self, module: nn.Module, x: Any) -> Any:
         if not isinstance(x, DTensor):
             return x
-        wanted = self.declared if self.declared is not None and self.sees_all else row_layout()
-        if normalize(self.grid.layout(x, 0), x.ndim) != wanted:
+        if normalize(self.grid.layout(x, 0), x.ndim) != self.samples:
             of = "all samples" if self.sees_all else "this row's samples, whole along tp_col"
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} runs on {of}, "
                 f"but got a DTensor of shape {tuple(x.shape)} placed {x.placements}: redistribute "
-                f"it to {wanted}"
+                f"it to {self.samples}"
             )
         return x.to_local()
 
