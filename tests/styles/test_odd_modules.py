@@ -22,7 +22,7 @@ import torch_tp2d
 from support import world
 from support.fake import fake_grid
 from support.marks import deep
-from support.models import grid_mesh, relative
+from support.models import grid_mesh, noise, relative
 from torch_tp2d import (
     Attention2D,
     Block2DParallel,
@@ -593,3 +593,36 @@ def test_a_full_state_dict_goes_onto_a_grid_under_fsdp2() -> None:
     that does not divide over both axes.
     """
     assert world.run(4, _full_state_rank) == [0.0] * 4
+
+
+class Gained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((6,), 0.7, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def _meets_what_is_whole(rows: int, columns: int) -> float:
+    mesh, reference, model = grid_mesh(rows, columns), Gained(), Gained()
+    whole = Replicate(), Replicate()
+    torch_tp2d.parallelize_module(model, mesh, torch_tp2d.Local2D(input_layouts=whole))
+    x = noise(4, 3, 6)
+    for part in (reference, model):
+        part(x).square().sum().backward()
+    split = distribute_tensor(x, mesh, (Shard(0), Replicate()), src_data_rank=None)
+    with pytest.raises(ValueError, match="Gained.* runs on all samples, but got a DTensor"):
+        model(split)
+    # A module without parameters, whole on every rank, under Replicate().
+    soft = torch_tp2d.parallelize_module(
+        nn.Softmax(-1), mesh, torch_tp2d.Replicate(input_layouts=whole)
+    )
+    assert torch.equal(soft(x), x.softmax(-1))
+    return relative(model.gain.grad, reference.gain.grad)
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1)])
+def test_parameters_that_meet_what_is_whole_are_not_summed(rows: int, columns: int) -> None:
+    """Every rank computes the same with them: a sum over the rows is as many times too large."""
+    assert max(world.run(rows * columns, _meets_what_is_whole, rows, columns)) < 1e-12
