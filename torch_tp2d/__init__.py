@@ -4,7 +4,9 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 :class:`Colwise2D` and ``RowwiseParallel`` to :class:`Rowwise2D`, on ``mesh["tp_row", "tp_col"]``.
 """
 
-from . import debug
+from importlib.metadata import PackageNotFoundError, version
+
+from . import _requirements, debug  # noqa: F401  first of all, torch's version is looked at
 from .comm.counter import CommCounter
 from .loss import cross_entropy, loss_parallel
 from .mesh.no_sync import no_sync
@@ -24,7 +26,10 @@ from .styles.local import Local2D
 from .styles.norm import Norm2D
 from .styles.replicated import Replicate
 
-__version__ = "0.1.0"
+try:
+    __version__ = version("torch_tp2d")
+except PackageNotFoundError:  # Imported from a checkout that is not installed.
+    __version__ = "0+unknown"
 
 __all__ = [
     "Attention2D",

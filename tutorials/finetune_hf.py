@@ -84,7 +84,8 @@ def build(
     config = AutoConfig.from_pretrained(args.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype])
-    torch_tp2d.parallelize_module(model, grid, torch_tp2d.plan_for(model, grid))
+    plan = torch_tp2d.plan_for(model, grid, reduce_dtype=torch.float32 if args.bf16 else None)
+    torch_tp2d.parallelize_module(model, grid, plan)
     layers = model.model.layers
     if args.recompute:
         for index, layer in enumerate(layers):
@@ -197,6 +198,7 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
             loss = training.step(step, micro_batches)
         seconds = time.perf_counter() - began
         if trace is not None:
+            args.trace.parent.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(args.trace))
         rate = args.accumulate * args.batch * args.seq / seconds
         used = ""

@@ -78,9 +78,17 @@ def _linear(
     return forward, backward
 
 
-def _each(style: Callable[..., Any], layout: Layout, rows: int, columns: int, **kw: Any) -> str:
+def _each(
+    style: Callable[..., Any],
+    layout: Layout,
+    rows: int,
+    columns: int,
+    reshard_after_forward: bool | None = False,
+    **kw: Any,
+) -> str:
     with fake_grid(rows, columns) as mesh:
-        return _report(*_linear(style(**kw), layout, mesh))
+        style = style(reshard_after_forward=reshard_after_forward, **kw)
+        return _report(*_linear(style, layout, mesh))
 
 
 def _both(module: nn.Module, x: Tensor, mesh: DeviceMesh) -> str:
@@ -180,16 +188,18 @@ backward 5760 B
  tp_row reduce_scatter_tensor        1         1152 B""",
         )
 
-    def test_colwise_keeping_its_weight(self) -> None:
-        report = _each(Colwise2D, TOKENS, 2, 2, input_layouts=Shard(1), reshard_after_forward=False)
+    def test_colwise_as_nothing_is_said(self) -> None:
+        """On a backend that is not gloo the weight is gathered again, as FSDP2 does."""
+        report = _each(Colwise2D, TOKENS, 2, 2, input_layouts=Shard(1), reshard_after_forward=None)
         self.assertExpectedInline(
             report,
             """\
 forward 3456 B
  tp_col all_gather_into_tensor       1         2304 B
  tp_row all_gather_into_tensor       1         1152 B
-backward 3456 B
+backward 4608 B
  tp_col reduce_scatter_tensor        1         2304 B
+ tp_row all_gather_into_tensor       1         1152 B
  tp_row reduce_scatter_tensor        1         1152 B""",
         )
 
@@ -322,11 +332,11 @@ forward 5120 B
  tp_col all_gather_into_tensor       2         1024 B
  tp_col reduce_scatter_tensor        2         1024 B
  tp_row all_gather_into_tensor       6         3072 B
-backward 6816 B
+backward 8864 B
  tp_col all_gather_into_tensor       2         1024 B
  tp_col all_reduce                   2          256 B
  tp_col reduce_scatter_tensor        2         1024 B
- tp_row all_gather_into_tensor       1         1024 B
+ tp_row all_gather_into_tensor       6         3072 B
  tp_row all_reduce                   4          416 B
  tp_row reduce_scatter_tensor        6         3072 B""",
         )
@@ -340,9 +350,9 @@ backward 6816 B
 forward 5120 B
  tp_col all_reduce                   2         2048 B
  tp_row all_gather_into_tensor       6         3072 B
-backward 6560 B
+backward 8608 B
  tp_col all_reduce                   2         2048 B
- tp_row all_gather_into_tensor       1         1024 B
+ tp_row all_gather_into_tensor       6         3072 B
  tp_row all_reduce                   4          416 B
  tp_row reduce_scatter_tensor        6         3072 B""",
         )
@@ -357,11 +367,11 @@ forward 4096 B
  tp_col all_gather_into_tensor       2         1024 B
  tp_col reduce_scatter_tensor        2         1024 B
  tp_row all_gather_into_tensor       2         2048 B
-backward 7840 B
+backward 8864 B
  tp_col all_gather_into_tensor       2         1024 B
  tp_col all_reduce                   2          256 B
  tp_col reduce_scatter_tensor        2         1024 B
- tp_row all_gather_into_tensor       1         1024 B
+ tp_row all_gather_into_tensor       2         2048 B
  tp_row all_reduce                   8         2464 B
  tp_row reduce_scatter_tensor        2         2048 B""",
         )
@@ -514,13 +524,15 @@ class TestArithmetic(TestCase):
 
 def _on_gloo() -> int:
     mesh = grid_mesh(2, 2)
-    forward, backward = _linear(Colwise2D(input_layouts=Shard(1)), TOKENS, mesh, bias=True)
+    style = Colwise2D(input_layouts=Shard(1), reshard_after_forward=False)
+    forward, backward = _linear(style, TOKENS, mesh, bias=True)
     return forward.total_bytes + backward.total_bytes
 
 
 @pytest.mark.deep
 def test_gloo_moves_no_more_than_the_arithmetic() -> None:
     """On gloo reduce-scatters are all-to-alls: other collectives, the same bytes."""
+    style = Colwise2D(input_layouts=Shard(1), reshard_after_forward=False)
     with fake_grid(2, 2) as mesh:
-        forward, backward = _linear(Colwise2D(input_layouts=Shard(1)), TOKENS, mesh, bias=True)
+        forward, backward = _linear(style, TOKENS, mesh, bias=True)
     assert set(world.run(4, _on_gloo)) == {forward.total_bytes + backward.total_bytes}

@@ -562,9 +562,9 @@ class TestOverlap(TestCase):
             _block_on(4, 4),
             """\
 default    forward  270 MiB, 0.0 % exposed; 0.32 ms waiting, 2.92 ms computing
-default    backward 270 MiB, 0.0 % exposed; 0.10 ms waiting, 5.84 ms computing
+default    backward 348 MiB, 0.0 % exposed; 0.10 ms waiting, 5.84 ms computing
 collective forward  270 MiB, 100.0 % exposed; 2.28 ms waiting, 2.92 ms computing
-collective backward 270 MiB, 71.1 % exposed; 0.73 ms waiting, 5.84 ms computing
+collective backward 348 MiB, 55.2 % exposed; 0.73 ms waiting, 5.84 ms computing
 FSDP2 x TP forward  270 MiB, 71.1 % exposed; 0.71 ms waiting, 2.92 ms computing
 FSDP2 x TP backward 348 MiB, 55.2 % exposed; 0.73 ms waiting, 5.84 ms computing""",
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch_tp2d
+from torch_tp2d import _requirements
 
 PACKAGE = Path(torch_tp2d.__file__).parent
 
@@ -69,6 +70,19 @@ def test_nothing_else_uses_a_private_name_of_torch() -> None:
     found = {name: list(_private(tree, own)) for name, tree in trees.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
     assert len(list(_private(compat_tree, own))) > 20, "the search finds what is there"
+
+
+def test_a_torch_that_is_too_old_is_refused() -> None:
+    """Before anything of it is used, and with the reason: importing a name of torch's failed."""
+    pretend = "import torch; torch.__version__ = torch.torch_version.TorchVersion({!r}); "
+    code = pretend.format("2.11.0+cpu") + "import torch_tp2d"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode, done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: torch_tp2d needs torch 2.12 or later"), last
+    assert "2.11.0+cpu" in last and "gradients" in last, last
+    project = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert f'"torch>={_requirements.OLDEST},' in project
 
 
 # What importing the package changes

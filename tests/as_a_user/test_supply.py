@@ -68,7 +68,7 @@ def test_every_direct_requirement_is_pinned_in_its_range() -> None:
 
 @pytest.mark.deep
 def test_wheel_and_sdist_are_whole(tmp_path: Path) -> None:
-    """The wheel runs by itself, and the sdist has what a checkout has."""
+    """The wheel runs by itself, the sdist has what a checkout has, both the version of the tag."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
 
     def python(*args: object, path: Path | None = None, here: Path = tmp_path) -> str:
@@ -78,20 +78,25 @@ def test_wheel_and_sdist_are_whole(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    pins = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
-    hatchling = next(line for line in pins if line.startswith("hatchling=="))
-    tools, site, out = (tmp_path / name for name in ("tools", "site", "dist"))
-    python("-m", "pip", "install", "--quiet", "--target", tools, hatchling)
-    python("-m", "hatchling", "build", "-d", out, path=tools, here=ROOT)
+    def git(*args: object) -> str:
+        return subprocess.check_output(["git", *map(str, args)], text=True)
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tools, site, out, clone = (tmp_path / name for name in ("tools", "site", "dist", "clone"))
+    constraints = ROOT / ".ci" / "constraints.txt"
+    built_with = project["build-system"]["requires"]
+    python("-m", "pip", "install", "--quiet", "--target", tools, "-c", constraints, *built_with)
+    git("clone", "--quiet", ROOT, clone)
+    git("-C", clone, "tag", "v1.2.3")
+    python("-m", "hatchling", "build", "-d", out, path=tools, here=clone)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
 
     python("-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel)
     said = python("-m", "torch_tp2d", "--version", path=site)
-    version = wheel.name.split("-")[1]
-    assert said.startswith(f"torch_tp2d {version}, torch ")
+    assert said.startswith("torch_tp2d 1.2.3, torch ")
     modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in (ROOT / "torch_tp2d").rglob("*.py")
+        ".".join(path.relative_to(clone).with_suffix("").parts)
+        for path in (clone / "torch_tp2d").rglob("*.py")
         if path.name not in ("__init__.py", "__main__.py") and "integrations" not in path.parts
     ]
     found = python(
@@ -104,11 +109,8 @@ def test_wheel_and_sdist_are_whole(tmp_path: Path) -> None:
 
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tracked = git("-C", clone, "ls-files").splitlines()
     kept = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    folders = tuple(f"{name}/" for name in kept if (ROOT / name).is_dir())
+    folders = tuple(f"{name}/" for name in kept if (clone / name).is_dir())
     missing = [name for name in tracked if name.startswith(folders) and name not in packed]
     assert not missing

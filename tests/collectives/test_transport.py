@@ -110,9 +110,9 @@ def test_gathered_ahead_and_summed_late(rows: int, columns: int) -> None:
     assert max(off_gloo(rows * columns, _pipelined, rows, columns)) < TOLERANCE
 
 
-def _order() -> tuple[str, ...]:
+def _order(again: bool | None) -> tuple[str, ...]:
     pipelined.LETTERS["reduce_scatter_tensor"] = "s"
-    return pipelined.order_of_events(algorithm="pipelined")
+    return pipelined.order_of_events(algorithm="pipelined", reshard_after_forward=again)
 
 
 def test_the_order_of_events() -> None:
@@ -122,9 +122,17 @@ def test_the_order_of_events() -> None:
     travel, of the input (``g.x.x``, the first wait being the weight's), of its gradient
     (``gxx.xx``) and of a sum (``xsx.``). The sums for bias and weight leave (``RS``) before the
     input's gradient is multiplied, and the other weight's is multiplied (``Rx``) and sent (``S``)
-    as on gloo.
+    as on gloo. If nothing is said, weights are gathered again in backward, as FSDP2 does, both at
+    its beginning (``GgG``).
     """
-    for events in off_gloo(4, _order):
+    for events in off_gloo(4, _order, None):
+        assert events == (
+            "Gg.g.x.xG.xsx.",
+            "GgG.xx.xxRS...xsxRx.S..",
+            "GGg.g.x.x.xsx.",
+            "GgG.xx.xxRS.xsxRx...S..",
+        )
+    for events in off_gloo(4, _order, False):
         assert events == (
             "Gg.g.x.xG.xsx.",
             "gxx.xxRS..xsxRx.S..",

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from support import world
 from support.fake import fake_grid
 from support.models import grid_mesh, noise, plan_dtensor, transformer
-from torch_tp2d import Colwise2D, Rowwise2D, check_plan, parallelize_module
+from torch_tp2d import Colwise2D, Rowwise2D, check_plan, parallelize_module, planner
+from torch_tp2d.planner.check_plan import PlanCheck
 
 
 class Wide(nn.Module):
@@ -66,11 +67,57 @@ def test_a_right_plan() -> None:
         assert worst < 1e-12 and gradients == 9
 
 
+class Gated(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return self.head(x + self.down(gate.sigmoid() * up))
+
+
+def _fused(rows: int, columns: int) -> PlanCheck:
+    # As where links are measured, so that a Linear chooses its dataflow.
+    planner.assume(planner.Rates(1e9, 1e9, 1e10))
+    plan = {**_plan(), "up": Colwise2D(parts=2)}
+    return check_plan(Gated(), grid_mesh(rows, columns), plan)
+
+
+def test_parts_of_several_projections_are_not_compared() -> None:
+    """What a column has of each was taken for one part of all, where a dataflow is chosen."""
+    for found in world.run(4, _fused, 2, 2):
+        assert found.worst < 1e-12 and "up" in found.unseen
+
+
 def test_the_first_module_that_differs_is_named() -> None:
     """Its gradients are wrong too, of everything before it."""
     words = r"act is the first to differ, its output by 3.0e\+00; of 9 gradients"
     for said in world.run(4, _wrong, 1, 4):
         assert re.search(words, said), said
+
+
+class Flat(nn.Module):
+    """Tokens in one dim, as DTensor cannot put uneven parts of two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).relu().view(x.shape)
+
+
+def _cannot_run(rows: int, columns: int) -> str:
+    model = Model()
+    model.act = Flat()
+    plan = {**_plan(), "up": Colwise2D(use_local_output=False)}
+    with pytest.raises(ValueError) as failed:
+        check_plan(model, grid_mesh(rows, columns), plan)
+    return str(failed.value)
+
+
+def test_a_module_that_cannot_run_is_named() -> None:
+    """DTensor's error said what is wrong, and nothing of where."""
+    for said in world.run(4, _cannot_run, 2, 2):
+        assert re.match("Model cannot run under the plan: act raised RuntimeError: .*flatten", said)
 
 
 def _of_parts(rows: int, columns: int) -> float:

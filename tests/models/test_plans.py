@@ -174,7 +174,7 @@ OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
 ]
 MORE_OPTIONS: list[tuple[Any, Any, dict[str, Any]]] = [
     (gpt2, UNEVEN, {"sequence_parallel": False, "row_dim": 1}),
-    (qwen2, UNEVEN, {"loss_parallel": False}),
+    (qwen2, UNEVEN, {"loss_parallel": False, "reduce_dtype": torch.float64}),
     (gpt2, UNEVEN, {"algorithm": "summa"}),
     (llama, (4, 3), {}),
 ]
@@ -453,10 +453,11 @@ forward 4224 B
   tp_row all_gather_into_tensor 7 2176 B
   tp_row all_reduce 0 0 B
   tp_row all_to_all_single 0 0 B
-backward 4480 B
+backward 6656 B
   tp_col all_gather_into_tensor 2 1024 B
   tp_col all_reduce 2 128 B
   tp_col reduce_scatter_tensor 2 1024 B
+  tp_row all_gather_into_tensor 7 2176 B
   tp_row all_reduce 2 128 B
   tp_row all_to_all_single 0 0 B
   tp_row reduce_scatter_tensor 7 2176 B""",
@@ -475,12 +476,12 @@ forward 5408 B
   tp_row all_gather_into_tensor 4 3072 B
   tp_row all_reduce 0 0 B
   tp_row all_to_all_single 0 0 B
-backward 8000 B
+backward 9280 B
   tp_col all_gather_into_tensor 2 1024 B
   tp_col all_reduce 2 256 B
   tp_col all_to_all_single 2 288 B
   tp_col reduce_scatter_tensor 2 1024 B
-  tp_row all_gather_into_tensor 2 1792 B
+  tp_row all_gather_into_tensor 4 3072 B
   tp_row all_reduce 6 544 B
   tp_row all_to_all_single 0 0 B
   tp_row reduce_scatter_tensor 4 3072 B""",

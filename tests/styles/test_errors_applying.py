@@ -441,6 +441,12 @@ def test_heads_may_be_gathered() -> None:
             ValueError,
             ("'summa'", '"pipelined"'),
         ),
+        (
+            lambda: Colwise2D(reduce_dtype=torch.float32, algorithm="cannon"),
+            ValueError,
+            ("'cannon'", '"pipelined"', "reduce_dtype"),
+        ),
+        (lambda: Rowwise2D(reduce_dtype=torch.int32), ValueError, ("floating", "int32")),
         (lambda: Rowwise2D(output_layouts=Partial()), ValueError, ("Rowwise2D", "Partial")),
         (lambda: Lifted(_OwnStyle()), TypeError, ("_OwnStyle", "GridStyle")),
         (lambda: Lifted(Colwise2D()), TypeError, ("Colwise2D",)),
@@ -553,3 +559,34 @@ def test_attention_of_its_own_over_parts_of_sequences(local: bool) -> None:
         return lambda: parallelize_module(model, mesh, plan)
 
     refused((2, 2), ValueError, ("'attention'", "tp_row=2", "Attention2D(row_dim=1)"), make)
+
+
+class _Sinks(_Attention):
+    """An attention with scores of its own for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "own,words",
+    [
+        (None, ("sinks", "(3,)", "own_parameters={name: ", "heads")),
+        ({"sinks": ("heads", None)}, ("sinks", "('heads', None)", "(3,)")),
+        ({"sinks": (None,), "sink": (None,)}, ("'sink'", "'sinks': (3,)")),
+        ({"sinks": ("heads",)}, ("sinks (3,)", "do not divide over tp_col", "tp_col=2")),
+    ],
+)
+def test_own_parameters_of_an_attention(own: Any, words: tuple[str, ...]) -> None:
+    """They belong to the module that Attention2D is for, so no other entry can name them."""
+
+    def make() -> Callable[[], Any]:
+        plan = {
+            "": torch_tp2d.Attention2D(own_parameters=own),
+            "qkv": Colwise2D(parts=3),
+            "o": Rowwise2D(),
+        }
+        return lambda: parallelize_module(_Sinks(), mesh_of(2, 2), plan)
+
+    refused((2, 2), ValueError, words, make)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_tp2d
 from support.marks import deep
-from support.models import RMSNorm, grid_mesh, relative
+from support.models import Mlp, RMSNorm, grid_mesh, relative
 from support.world import RankFailed, run
 from torch_tp2d import (
     Attention2D,
@@ -105,9 +105,12 @@ def _differs(one: nn.Module, several: nn.Module, ids: Tensor, mesh: Any, out: An
     local = (y.to_local().square() @ weight).sum()
     # What is whole along tp_col has a gradient that is whole there.
     local.backward()
-    for (name, a), b in zip(one.named_parameters(), several.parameters(), strict=True):
+    wanted = {name: param.grad for name, param in one.named_parameters()}
+    # Of one token queries and keys have none but what rounding leaves, on some CPUs nothing.
+    least = 1e-3 * max(grad.norm().item() for grad in wanted.values())
+    for (name, a), b in zip(wanted.items(), several.parameters(), strict=True):
         assert b.grad is not None, name
-        worst = max(worst, relative(b.grad, a.grad))
+        worst = max(worst, relative(b.grad, a) * min(1.0, (a.norm().item() or 1.0) / least))
     return worst
 
 
@@ -291,50 +294,6 @@ def test_one_token(grids: list[tuple[int, int]]) -> None:
     """Ranks guessed differently, and waited for one another."""
     for worst in run(4, _one_token, *grids):
         assert worst <= TOLERANCE
-
-
-class Mlp(nn.Module):
-    def __init__(self, embeds: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, HIDDEN) if embeds else None
-        self.net1, self.net2 = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.embed is None else self.embed(x)
-        return self.net2(torch.relu(self.net1(x)))
-
-
-def _one_input_for_all(rows: int, columns: int) -> list[str]:
-    """As pytorch/examples' two-layer program has it: every rank passes the same input."""
-    mesh, said = grid_mesh(rows, columns), []
-    plan = {"net1": Colwise2D(), "net2": Rowwise2D()}
-    torch.manual_seed(0)
-    for x in (torch.randn(20, HIDDEN), torch.randn(4, 5, HIDDEN)):
-        several = parallelize_module(Mlp().double(), mesh, plan)
-        with pytest.raises(ValueError, match="the same local tensor") as error:
-            several(x.double())
-        said.append(str(error.value))
-        # A part of its own, a DTensor, and what is said in full are fine.
-        part = x.double().chunk(rows)[mesh.get_local_rank(0)].clone()
-        parallelize_module(Mlp().double(), mesh, plan)(part).sum().backward()
-        whole = distribute_tensor(x.double(), mesh, (Replicate(), Replicate()))
-        parallelize_module(Mlp().double(), mesh, plan)(whole).sum().backward()
-        meant = {**plan, "net1": Colwise2D(input_layouts=(Shard(0), Replicate()))}
-        parallelize_module(Mlp().double(), mesh, meant)(x.double()).sum().backward()
-    several = parallelize_module(Mlp(embeds=True).double(), mesh, {**plan, "embed": Rowwise2D()})
-    with pytest.raises(ValueError, match="hands on one of shape") as error:
-        several(_ids(4, 5).flatten())
-    said.append(str(error.value))
-    return said
-
-
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), (2, 1)])
-def test_one_input_for_all_rows_is_refused(rows: int, columns: int) -> None:
-    """Gradients were as many times too large as there are rows, and nothing told."""
-    for said in run(rows * columns, _one_input_for_all, rows, columns):
-        for message in said:
-            assert f"tp_row={rows}" in message and "Shard(dim=0)" in message, message
 
 
 class Residual(nn.Module):

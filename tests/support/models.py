@@ -52,6 +52,22 @@ class RMSNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
+class Mlp(nn.Module):
+    """Two Linears, behind an embedding or not."""
+
+    HIDDEN, VOCAB = 12, 11
+
+    def __init__(self, embeds: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(self.VOCAB, self.HIDDEN) if embeds else None
+        self.net1, self.net2 = nn.Linear(self.HIDDEN, 16), nn.Linear(16, self.HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        return self.net2(torch.relu(self.net1(x)))
+
+
 def grid_mesh(rows: int, columns: int) -> DeviceMesh:
     return init_device_mesh("cpu", (rows, columns), mesh_dim_names=("tp_row", "tp_col"))
 

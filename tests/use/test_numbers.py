@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from support.models import (
     transformer,
     tutorial_plan,
 )
+from torch_tp2d import Colwise2D, Rowwise2D
 
 VOCAB, BATCH, SEQUENCE = 64, 4, 16
 SEEDS = 3
@@ -119,6 +121,53 @@ def test_low_precision_is_as_close_as_the_stock_plans(dtype: torch.dtype, autoca
             assert 0 < logits < 1.5 * stock[0], (name, logits, stock)
             assert 0 < grads < 1.5 * stock[1], (name, grads, stock)
             assert loss < torch.finfo(dtype).eps / 4, (name, loss, stock)
+
+
+def _sums(rows: int, columns: int, algorithm: str, accumulate: bool) -> dict[str, float]:
+    """By reduce_dtype errors of gradients in bf16, where only sums over the rows are rounded."""
+    mesh = grid_mesh(rows, columns)
+    row = mesh.get_local_rank(0)
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)).to(torch.bfloat16)
+    for layer in one:
+        # Whose sum with a product rounds nothing.
+        nn.init.zeros_(layer.bias)
+    xs = [torch.randn(rows, 24, 32, dtype=torch.bfloat16) for _ in range(3 if accumulate else 1)]
+    # Every row's part is the rounded one of a device of its own; the truth adds them up exactly.
+    wanted = [torch.zeros_like(param, dtype=torch.float64) for param in one.parameters()]
+    for x in xs:
+        for part in x.split(1):
+            grads = torch.autograd.grad(one(part).float().square().sum(), list(one.parameters()))
+            for total, grad in zip(wanted, grads, strict=True):
+                total += grad.double()
+
+    def error(grads: list[Tensor]) -> float:
+        far = sum((grad - total).square().sum() for grad, total in zip(grads, wanted, strict=True))
+        return (far / sum(total.square().sum() for total in wanted)).sqrt().item()
+
+    errors = {"rounded once": error([total.bfloat16().double() for total in wanted])}
+    for dtype in (None, torch.float32):
+        options: Any = {"algorithm": algorithm, "reduce_dtype": dtype}
+        plan = {"0": Colwise2D(**options), "1": Rowwise2D(**options)}
+        model = torch_tp2d.parallelize_module(copy.deepcopy(one), mesh, plan)
+        for x in xs:
+            held = torch_tp2d.no_sync(mesh) if x is not xs[-1] else nullcontext()
+            with held:
+                model(x[row : row + 1]).float().square().sum().backward()
+        assert all(param.grad.dtype == torch.bfloat16 for param in model.parameters())
+        errors[str(dtype)] = error([p.grad.full_tensor().double() for p in model.parameters()])
+    return errors
+
+
+@pytest.mark.parametrize("algorithm", ["collective", "pipelined"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_are_summed_in_the_dtype_that_is_asked_for(
+    algorithm: str, accumulate: bool
+) -> None:
+    """In bf16 each addition over rows, and over micro-batches, rounds once more."""
+    for errors in world.run(4, _sums, 4, 1, algorithm, accumulate):
+        assert errors["torch.float32"] < 1.02 * errors["rounded once"], errors
+        assert errors["None"] > 1.3 * errors["rounded once"], errors
 
 
 def _trained(rows: int, columns: int, algorithm: str) -> str:

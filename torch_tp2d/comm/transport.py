@@ -32,6 +32,8 @@ class Transport:
             rather than the backend's own.
         spares_own: whether what a rank has of a gather, or keeps of a sum, is left off the wire's
             buffers; else what is gathered of it is not used, and zeros stand for it in the sum.
+        keeps_gathered: whether a Linear that is not told keeps a gathered weight for backward,
+            where that is no larger than its input; else it gathers it again, as FSDP2 does.
         goes_by_rates: whether links are measured, for ``"auto"`` to choose algorithm and dataflow
             by; else it is ``pipelined`` and the style's own dataflow.
     """
@@ -41,6 +43,7 @@ class Transport:
     cuts: bool
     exchanges_sums: bool
     spares_own: bool
+    keeps_gathered: bool
     goes_by_rates: bool
 
 
@@ -53,11 +56,19 @@ GLOO = Transport(
     exchanges_sums=True,
     # gloo copies it.
     spares_own=True,
+    # Memory there is; that a second gather hides as well as the first was not seen.
+    keeps_gathered=True,
     goes_by_rates=True,
 )
 
 NCCL = Transport(
-    "nccl", own_groups=None, cuts=False, exchanges_sums=False, spares_own=False, goes_by_rates=False
+    "nccl",
+    own_groups=None,
+    cuts=False,
+    exchanges_sums=False,
+    spares_own=False,
+    keeps_gathered=False,
+    goes_by_rates=False,
 )
 """Of every other backend too: collectives as they are, on the mesh's groups, nothing measured.
 

@@ -96,7 +96,8 @@ def check_plan(
         What was seen, if all of it is right.
 
     Raises:
-        ValueError: if an output or a gradient differs: it names the first module whose output does.
+        ValueError: if an output or a gradient differs: it names the first module whose output does;
+            or if a module cannot run under the plan.
 
     Example::
 
@@ -181,8 +182,16 @@ def _on_mesh(
         else:
             outputs[name] = _difference(whole, wanted[name])
 
-    with _outputs(tried, compare):
-        _loss(given.given_to(tried), loss, mesh).backward()
+    with _outputs(tried, compare) as running:
+        try:
+            _loss(given.given_to(tried), loss, mesh).backward()
+        except RuntimeError as error:
+            # DTensor's words, say, which know of no module.
+            where = running[-1] if running else "its backward"
+            raise ValueError(
+                f"{type(model).__name__} cannot run under the plan: {where} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
     gradients = _gradients(reference, tried)
     names = [*outputs, *gradients]
     worst = torch.tensor([*outputs.values(), *gradients.values()], dtype=torch.float64)
@@ -200,7 +209,8 @@ def _inputs(model: nn.Module, given: Any, batch: int, seq: int) -> Inputs:
     made = sample_inputs(model, given, batch, seq, values=True)
     if made is None:
         raise ValueError(
-            f"{type(model).__name__} takes neither ids nor images by its signature: give inputs="
+            f"{type(model).__name__} does not say by its signature which ids, images or sounds it "
+            f"takes: give inputs="
         )
 
     device = next(model.parameters()).device
@@ -232,10 +242,18 @@ def _loss(out: Any, loss: Callable[[Any], Tensor] | None, mesh: DeviceMesh) -> T
 
 
 @contextmanager
-def _outputs(model: nn.Module, see: Callable[[str, Tensor, Handed], Any]) -> Iterator[None]:
-    """Hands on each module's name, the first tensor of its output, and what is known of that."""
+def _outputs(model: nn.Module, see: Callable[[str, Tensor, Handed], Any]) -> Iterator[list[str]]:
+    """Hands on each module's name, the first tensor of its output, and what is known of that.
+
+    Yields the names of the modules that run, the innermost last; one that raises stays.
+    """
+    running: list[str] = []
+
+    def begins(name: str, module: nn.Module, args: Any) -> None:
+        running.append(name)
 
     def hook(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
         y = next((x for x in _tensors(output) if x.is_floating_point()), None)
         if y is not None:
             # A module without a style that keeps the shape keeps the layout, too.
@@ -243,13 +261,13 @@ def _outputs(model: nn.Module, see: Callable[[str, Tensor, Handed], Any]) -> Ite
             told = (said_of(x) for x in (y, *alike))
             see(name, y, next((said for said in told if said.layout is not None), Handed()))
 
-    hooks = [
-        module.register_forward_hook(partial(hook, name))
-        for name, module in model.named_modules()
-        if name
-    ]
+    hooks = []
+    for name, module in model.named_modules():
+        if name:
+            before = module.register_forward_pre_hook(partial(begins, name), prepend=True)
+            hooks += [before, module.register_forward_hook(partial(hook, name))]
     try:
-        yield
+        yield running
     finally:
         for one in hooks:
             one.remove()

@@ -28,6 +28,7 @@ from .llama import is_tutorial_llama, llama_plan
 from .losses import LossFunction, LossOfLabels, causal_lm_loss
 from .methods import AsTransformers
 from .parts import Parts, Plan
+from .patterns import names_all
 from .swin import image_classification_loss, swin_plan
 from .t5 import t5_plan
 
@@ -115,14 +116,17 @@ def plan_for(model: nn.Module, mesh: DeviceMesh, *, inputs: Any = None, **option
     plan = PLANS.get(kind) if isinstance(kind, str) else None
     if plan is None and is_tutorial_llama(model):
         plan = llama_plan
-    if plan is None:
-        try:
-            return derived_plan(model, mesh, inputs=inputs, **options)
-        except ValueError as error:
-            told = "without config.model_type" if kind is None else f"of model_type {kind!r}"
-            raise ValueError(
-                f"{type(model).__name__} ({told}) has no ready plan, as the Hugging Face models of "
-                f"type {sorted(PLANS)} and the PyTorch tutorial's Llama 2 have, and none can be "
-                f"derived: {error}"
-            ) from error
-    return plan(model, mesh, **options)
+    ready = None if plan is None else plan(model, mesh, **options)
+    if ready is not None and names_all(ready, model):
+        return ready
+    # Nobody's, or of another class of a family that is known, a classifier say.
+    try:
+        return derived_plan(model, mesh, inputs=inputs, **options)
+    except ValueError as error:
+        why = str(error).rstrip(".")
+        told = "without config.model_type" if kind is None else f"of model_type {kind!r}"
+        raise ValueError(
+            f"{type(model).__name__} ({told}) has no ready plan, and none can be derived: {why}. "
+            f"(Ready are plans for the PyTorch tutorial's Llama 2 and, of Hugging Face, "
+            f"{sorted(PLANS)}.)"
+        ) from error

@@ -178,9 +178,9 @@ class _Derivation:
         where = _common([call.module, *group])
         if width % call.heads or not where:
             raise self._unclear(close, f"{width} features of {call.heads} heads, of {group}")
-        if own_parameters(self.modules[where]):
-            raise self._unclear(where, "an attention with parameters of its own")
-        given = self._whole_inputs(where, call.heads)
+        given: dict[str, Any] = {"whole_inputs": self._whole_inputs(where, call.heads)}
+        own = self._own_of_heads(where, call.heads, size)
+        given |= {"own_parameters": own} if own else {}
         if len(group) == 1:
             style, opens = self._of_fused(group[0], call.heads, width, given)
         else:
@@ -192,7 +192,7 @@ class _Derivation:
                     close, f"of queries, keys and values of {call.heads} heads, {outs} were found"
                 )
             style, q, kv, o = self.parts.attention(
-                self.mesh, call.heads, min(others) // size, whole_inputs=given
+                self.mesh, call.heads, min(others) // size, **given
             )
             opens = {**{s: q if s in queries else kv for s in group}, close: o}
         self._name(where, style, f"attention of {call.heads} heads")
@@ -220,22 +220,37 @@ class _Derivation:
         cut = self.seen.cut.get(name)
         return cut is None or cut == (self._widths(name)[1] // size, size)
 
+    def _own_of_heads(self, where: str, heads: int, size: int) -> dict[str, tuple[str | None, ...]]:
+        """What the dims are of an attention's own parameters: one number for each head, or for all.
+
+        Raises:
+            ValueError: for one that may be either, or something else.
+        """
+        module = self.modules[where]
+        own = {name: tuple(getattr(module, name).shape) for name in own_parameters(module)}
+        told = {(heads,): "heads", (size,): None} if heads != size else {}
+        if any(shape not in told for shape in own.values()):
+            raise self._unclear(
+                where,
+                f"an attention with parameters of its own, {own}: say what their dims are, "
+                f"Attention2D(own_parameters=)",
+            )
+        return {name: (told[shape],) for name, shape in own.items()}
+
     def _of_fused(
-        self, name: str, heads: int, width: int, given: dict[str, tuple[str | None, ...]]
+        self, name: str, heads: int, width: int, given: dict[str, Any]
     ) -> tuple[ParallelStyle, dict[str, ParallelStyle]]:
         """Of queries, keys and values from one projection: the attention's style and its own."""
         cut, columns = self.seen.cut.get(name, ()), self.mesh["tp_col"].size()
         size = width // heads
         if len(cut) == 3 and cut[0] == width > cut[1] == cut[2] and cut[1] % (size * columns) == 0:
             # Fewer heads of keys and values.
-            style, _, _, _ = self.parts.attention(
-                self.mesh, heads, cut[1] // size, whole_inputs=given
-            )
+            style, _, _, _ = self.parts.attention(self.mesh, heads, cut[1] // size, **given)
             return style, {name: self.parts.colwise(parts=cut)}
         one_by_one = cut in ((width,) * 3, (3, width), (3, heads, size))
         by_heads = cut in ((heads, 3 * size), (heads, 3, size)) and heads % columns == 0
         if self._widths(name)[1] == 3 * width and one_by_one != by_heads:
-            style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3, whole_inputs=given)
+            style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3, **given)
             # Head by head each column has whole heads of all three.
             return style, {name: q if one_by_one else self.parts.colwise(parts=1)}
         raise self._unclear(
@@ -247,7 +262,9 @@ class _Derivation:
     # Single modules
 
     def _single(self, name: str) -> None:
-        shape, sources = self.seen.shapes[name], self.seen.given[name]
+        shape, sources = self.seen.shapes.get(name), self.seen.given[name]
+        if shape is None:
+            raise self._unclear(name, "it is given no tensor")
         whole: dict[str, Any]
         vectors = self._is_vectors(name)
         if sources and {*sources} <= self.split:

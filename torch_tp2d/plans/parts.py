@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as Whole
@@ -44,8 +45,8 @@ class Parts:
         sequence_parallel: split the residual stream by sequence over ``tp_col`` (the token
             layout); else it is whole along ``tp_col``.
         row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
-        algorithm, dataflow, reshard_after_forward, regather_input: of the matrix products, as in
-            :class:`torch_tp2d.Colwise2D`.
+        algorithm, dataflow, reshard_after_forward, regather_input, reduce_dtype: of the matrix
+            products, as in :class:`torch_tp2d.Colwise2D`.
         loss_parallel: leave the logits split over the vocabulary, a DTensor, for
             :func:`torch_tp2d.cross_entropy`; else every rank gets them whole.
 
@@ -59,6 +60,7 @@ class Parts:
     dataflow: str = "auto"
     reshard_after_forward: bool | None = None
     regather_input: bool = False
+    reduce_dtype: torch.dtype | None = None
     loss_parallel: bool = True
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class Parts:
             "algorithm": self.algorithm,
             "dataflow": self.dataflow,
             "reshard_after_forward": self.reshard_after_forward,
+            "reduce_dtype": self.reduce_dtype,
         }
 
     @property

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from itertools import accumulate
 
+from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["DerivedPlan", "by_patterns"]
+from .structure import own_parameters
+
+__all__ = ["DerivedPlan", "by_patterns", "names_all"]
 
 
 class DerivedPlan(dict[str, ParallelStyle]):
@@ -49,6 +54,29 @@ def by_patterns(
             plan[key] = style
             plan.reasons[key] = why(reasons[name])
     return plan
+
+
+def names_all(plan: Iterable[str], model: nn.Module) -> bool:
+    """Whether a plan's keys are names in a model, and name each module with parameters of its own.
+
+    Or a module around it, but for the model itself.
+    """
+    names = {name for name, _ in model.named_modules()}
+    keys = [key for key in plan if key]
+    named = {name for key in keys for name in names if _matches(name, key)}
+    if not all(any(_matches(name, key) for name in names) for key in keys):
+        return False
+    return all(
+        any(prefix in named for prefix in accumulate(name.split("."), "{}.{}".format))
+        for name, module in model.named_modules()
+        if name and own_parameters(module)
+    )
+
+
+def _matches(name: str, key: str) -> bool:
+    """As torch's ``parallelize_module`` reads keys: part by part."""
+    parts, tokens = name.split("."), key.split(".")
+    return len(parts) == len(tokens) and all(map(fnmatch, parts, tokens))
 
 
 def _pattern(text: str) -> str:

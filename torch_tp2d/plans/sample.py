@@ -84,7 +84,7 @@ def sample_inputs(
         values: leave those of what is given, and make some up: small ids, and noise for images.
 
     Returns:
-        None for a model that takes neither ids nor images, of which its signature says too little.
+        None for a model that takes no ids, images or sounds, or does not say of what size.
     """
     if isinstance(given, Mapping):
         made = {name: x if values else _without_values(x) for name, x in given.items()}
@@ -95,32 +95,50 @@ def sample_inputs(
         return Inputs(args, None, next((x for x in args if _is_ids(x)), None))
     generator = torch.Generator().manual_seed(0)
     takes = inspect.signature(_own_forward(model)).parameters
-    made = _images(model, takes, batch, generator if values else None)
+    made = {}
+    try:
+        if "pixel_values" in takes:
+            made = _images(model, takes, batch, generator if values else None)
+        if "input_features" in takes and "decoder_input_ids" in takes:
+            return _sounds(model, batch, seq, generator if values else None)
+    except AttributeError:
+        return None  # A config that does not say how large they are.
     if made and "input_ids" not in takes:
         return Inputs((), made)
-    if "input_features" in takes and "decoder_input_ids" in takes:
-        return _sounds(model, batch, seq, generator if values else None)
     rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if rows:
         ids = torch.zeros(batch, seq, dtype=torch.int64, device="cpu")
         if values:
             ids.random_(min(rows), generator=generator)
         if "input_ids" in takes:
-            labels = {"labels": ids} if "labels" in takes else {}
+            labels = {"labels": _labels(model, ids)} if "labels" in takes else {}
             return Inputs((), {"input_ids": ids, **labels, **made}, ids)
         return Inputs((ids,), None, ids)
     return None
 
 
+def _labels(model: nn.Module, ids: Tensor) -> Tensor:
+    """Labels as the loss of transformers' that the model says it has takes them: else of tokens."""
+    kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
+    if kind == "ForSequenceClassification":
+        return ids[:, 0] % config.num_labels  # type: ignore[union-attr]
+    if kind == "ForTokenClassification":
+        return ids % config.num_labels  # type: ignore[union-attr]
+    return ids
+
+
 def _images(
     model: nn.Module, takes: Container[str], batch: int, noise: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """Images, and a class for each, of a model that takes some."""
-    if "pixel_values" not in takes:
-        return {}
+    """Images, and a class for each.
+
+    Raises:
+        AttributeError: if the model's config does not say of what size.
+    """
     config: Any = model.config
     config = getattr(config, "vision_config", config)
-    images = torch.zeros(batch, config.num_channels, *_pair(config.image_size), device="cpu")
+    channels = getattr(config, "num_channels", 3)
+    images = torch.zeros(batch, channels, *_pair(config.image_size), device="cpu")
     if noise is not None:
         images.normal_(generator=noise)
     made = {"pixel_values": images.to(_dtype_of(model))}
@@ -130,7 +148,11 @@ def _images(
 
 
 def _sounds(model: nn.Module, batch: int, seq: int, noise: torch.Generator | None) -> Inputs:
-    """Spectra for an encoder, as long as its positions and strides say, and a decoder's labels."""
+    """Spectra for an encoder, as long as its positions and strides say, and a decoder's labels.
+
+    Raises:
+        AttributeError: if the model's config does not say of what size.
+    """
     config: Any = model.config
     strides = [m.stride[0] for m in model.modules() if isinstance(m, nn.Conv1d)]
     length = config.max_source_positions * math.prod(strides)

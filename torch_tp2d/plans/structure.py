@@ -55,7 +55,7 @@ class Structure:
         tokens: batch and sequence, by which ids of tokens and of positions are told.
         given: of each module that has parameters of its own, in the order of the first calls, what
             its inputs were made by; ``""`` stands for parameters of the model itself.
-        shapes: of the first input of each.
+        shapes: of the first input of each, or of the ids that it makes by itself.
         arguments: of every module, the shapes of the tensors that it was given by name.
         attentions: in the order of their calls.
         output: what the output was made by.
@@ -99,6 +99,16 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
     Raises:
         ValueError: if its signature says too little, or it cannot run without values.
     """
+    try:
+        return _traced(model, inputs, labels=True)
+    except ValueError:
+        if inputs is not None:
+            raise
+    # Its own loss may take other labels than were made up for it.
+    return _traced(model, inputs, labels=False)
+
+
+def _traced(model: nn.Module, inputs: Any, *, labels: bool) -> Structure:
     mode = fake_mode()
     copied = copy_without_values(model, mode)
     tracer = _Tracer()
@@ -114,9 +124,11 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
         sample = sample_inputs(copied, inputs, BATCH, SEQ)
         if sample is None:
             raise ValueError(
-                f"{type(model).__name__} takes neither ids nor images by its signature, so it "
-                f"cannot be tried: give inputs=, the arguments of its forward"
+                f"{type(model).__name__} does not say by its signature which ids, images or sounds "
+                f"it takes, so it cannot be tried: give inputs=, the arguments of its forward"
             )
+        if not labels:
+            sample.kwargs = {k: x for k, x in (sample.kwargs or {}).items() if k != "labels"}
         tensors = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, Tensor)]
         if inputs is not None:
             tracer.found.tokens = _tokens_of(model, sample.ids, tensors)
@@ -126,7 +138,8 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
         except Exception as error:  # Whatever a forward of the user's may raise.
             raise ValueError(
                 f"{type(model).__name__} cannot run without values, from which its structure would "
-                f"be seen: {type(error).__name__}: {str(error).splitlines()[0]}"
+                f"be seen: {tracer.running or 'it'} raised {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}"
             ) from error
     tracer.found.output = tracer.merged(_first_output(output))
     return tracer.found
@@ -177,6 +190,11 @@ class _Tracer(TorchFunctionMode):
         self._known: dict[int, tuple[Tensor, Sources]] = {}
         self._outputs: dict[int, tuple[Tensor, str]] = {}
 
+    @property
+    def running(self) -> str:
+        """The innermost module that runs, or that has raised."""
+        return self._running[-1] if self._running else ""
+
     def knows_own_parameters(self, model: nn.Module) -> None:
         """The root's are followed as what a module gave that is called ``""``."""
         for name in own_parameters(model):
@@ -226,6 +244,9 @@ class _Tracer(TorchFunctionMode):
         name = getattr(func, "__name__", str(func)).strip("_")
         if name == _ATTENTION:
             self._attends([*args, *kwargs.values()][:3])
+        elif name == "embedding" and self._running:
+            # Of an embedding that makes its positions by itself, given a number of them.
+            self.found.shapes.setdefault(self._running[-1], tuple(args[0].shape))
         elif name == "softmax" and isinstance(args[0], Tensor) and args[0].ndim == 4:
             scores = args[0]
             self.found.attentions.append(

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._once import once_differentiable
-from .._torch_compat import disable_current_modes
-from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
 from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
-from ..runtime.context import in_backward
 from ..runtime.deferred import Gathering, Transfer
 from ..runtime.reductions import of_pass
+from .compared_inputs import compare_over_ranks
 from .module_kinds import describe_module
 
 __all__ = ["Entry", "Exit", "gather_for_module", "to_dtensor"]
@@ -44,6 +42,8 @@ class Entry:
         features: global size of the last dim.
         whole_grad: the op's gradient is whole where ``wanted`` replicates.
         certain: the user has said in full how a local input lies.
+        given_to_all: it comes from outside, as ids do, and is compared over the ranks on which it
+            is to be the same.
     """
 
     grid: Grid
@@ -53,6 +53,7 @@ class Entry:
     features: int | None = None
     whole_grad: bool = False
     certain: bool = False
+    given_to_all: bool = False
 
     def shard(self, x: Tensor, module: nn.Module) -> Tensor:
         """An input as the local shard that the op takes.
@@ -63,7 +64,8 @@ class Entry:
 
         Raises:
             ValueError: for a local tensor that a style has handed out in another layout, and for
-                one that comes from outside and is the same on every row.
+                one that comes from outside and is the same on every row, or if ``given_to_all``
+                not the same.
         """
         shard: Tensor = self.arriving(x, module, pipelined=False)
         return shard
@@ -90,9 +92,16 @@ class Entry:
         :class:`~torch_tp2d.ops.matmul.inputs.Shared`.
         """
         result = _entered(x, self, module, pipelined)
-        if not self.certain and not isinstance(x, DTensor):
+        if not isinstance(x, DTensor):
             # Last, as it needs the other ranks: what this rank finds by itself comes first.
-            refuse_one_input_for_all_rows(x, self.declared, module, self.grid)
+            compare_over_ranks(
+                x,
+                self.declared,
+                module,
+                self.grid,
+                certain=self.certain,
+                to_all=self.given_to_all,
+            )
         return result
 
 
@@ -198,53 +207,6 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
             f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
             f"use_local_output=False"
         )
-
-
-def refuse_one_input_for_all_rows(
-    x: Tensor, declared: Layout, module: nn.Module, grid: Grid
-) -> None:
-    """Compare an input from outside over the rows, once, when the module first learns from one.
-
-    A local tensor is this row's part. A loop that gives every rank the whole batch, as stock tensor
-    parallelism has it, would have gradients as many times too large as there are rows, and nothing
-    else would tell.
-
-    Raises:
-        ValueError: if every row was given the same.
-    """
-    outside = x.is_leaf and torch.is_grad_enabled() and grid.handed(x) is None
-    if not outside or grid.row.size == 1 or not isinstance(declared[0], Shard):
-        return
-    if torch.compiler.is_compiling() or in_backward() or module in grid.context.compared:
-        return
-    if not sends(grid.mesh):
-        return
-    grid.context.compared.add(module)
-    # Selective checkpointing is not to see it: it does not happen again in backward.
-    with disable_current_modes():
-        alike = _alike_on_all_rows(x, grid)
-    if alike:
-        raise ValueError(
-            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} was given one and the "
-            f"same local tensor, {tuple(x.shape)}, on every row, but in layout {declared} each row "
-            f"has a part of its own, and gradients are summed over the rows: pass this row's part "
-            f"(x.chunk({grid.row.size}, dim)[row]) or a DTensor of the whole "
-            f"(distribute_tensor(x, mesh, {declared})). If the rows' parts are alike on purpose, "
-            f"say so by a pair: input_layouts={declared}"
-        )
-
-
-def _alike_on_all_rows(x: Tensor, grid: Grid) -> bool:
-    """Whether all rows hold the same, and not one number throughout. Every rank gets one answer."""
-    bits = x.detach().contiguous().view(torch.uint8).flatten()
-    place = torch.arange(1, bits.numel() + 1, device=x.device)
-    varied = (x != x.flatten()[:1].view([1] * x.ndim)).any() if x.numel() else bits.any()
-    facts = torch.stack([bits.long().sum(), (bits.long() * place).sum(), varied.long()])
-    for axis in (grid.col, grid.row):
-        if axis.size > 1:
-            facts = gather_facts(facts, axis.process_group)
-    rows = facts.view(grid.row.size, grid.col.size, 3)
-    return bool((rows == rows[0]).all() & (rows[..., 2] != 0).any())
 
 
 class _Attach(torch.autograd.Function):

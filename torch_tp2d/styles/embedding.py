@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from ..mesh.grid import Grid, describe_mesh
-from ..mesh.layouts import STATIONARY, Layout, as_layout, normalize
+from ..mesh.layouts import STATIONARY, Layout, as_layout, is_pair, normalize
 from ..ops.embedding import embedding2d
 from ..ops.patches import patches
 from .base import LayoutLike, Resolved, Runner, check_dims, local_shards
@@ -67,6 +67,10 @@ class EmbeddingRunner(Runner):
         vocab, self.hidden = module.weight.shape
         # Ids are whole everywhere unless a pair says otherwise.
         self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
+        entered: Layout = Replicate(), Replicate()
+        self.entry = Entry(
+            grid, self.declared, entered, row_dim, certain=is_pair(given_in), given_to_all=True
+        )
         self.given_out = given_out
         self.default_col = default_col
         self.use_local_output, self.grad_layouts = use_local_output, grad_layouts
@@ -131,8 +135,7 @@ class EmbeddingRunner(Runner):
     def _look_up(self, module: Any, x: Tensor, *, local: bool) -> tuple[Tensor, torch.Size]:
         """The rows of ids, in the output's layout, and the shape of the ids."""
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
-        whole: Layout = Replicate(), Replicate()
-        ids = Entry(self.grid, self.declared, whole, self.row_dim).shard(x, module)
+        ids = self.entry.shard(x, module)
         wanted = self._told(ids.shape)
         (weight,) = local_shards(module.weight)
         y = embedding2d(ids, weight, self.vocab_start, module.padding_idx)
@@ -204,6 +207,8 @@ class PatchRunner(Runner):
         given_in, given_out, _ = style.given_layouts
         # Images are whole everywhere, as an embedding's ids are, unless a pair says otherwise.
         self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
+        own: Layout = Shard(0), Replicate()
+        self.entry = Entry(grid, self.declared, own, certain=is_pair(given_in), given_to_all=True)
         self.wanted_out = as_layout(given_out, (Shard(0), Shard(1)), row=Shard(0))
         self.use_local_output = style.use_local_output
 
@@ -211,14 +216,14 @@ class PatchRunner(Runner):
         return Resolved(self.declared, self.wanted_out)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        grid, own = self.grid, (Shard(0), Replicate())
+        grid = self.grid
         if isinstance(x, DTensor):
             batch = x.shape[0]
         else:
             batch = grid.extent(x, 0, self.declared)
         # What follows knows the batch by this; how many tokens an image has changes on the way.
         grid.context.tokens = (batch,)
-        x = Entry(grid, self.declared, own).shard(x, module)
+        x = self.entry.shard(x, module)
         summed: Layout = Replicate(), Shard(0)
         weight, bias = local_shards(module.weight, module.bias)
         weight = grid.redistribute(

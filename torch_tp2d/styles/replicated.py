@@ -22,7 +22,8 @@ from .base import (
     Runner,
     local_shards,
 )
-from .boundary import check_handed, refuse_one_input_for_all_rows, to_dtensor
+from .boundary import check_handed, to_dtensor
+from .compared_inputs import compare_over_ranks
 from .embedding import EmbeddingRunner, check_options
 from .local_math import (
     SumGrads,
@@ -222,18 +223,19 @@ class WholeRunner(Runner):
                 y = self._locally(module, x, declared)
                 # Asked for before the module ran, so that the answer came meanwhile.
                 sizes = shape()[:-1]
-                self._compare_rows(module, given, declared)
+                self._compare(module, given, declared)
                 if use_local:
                     return self.grid.with_stand_in(y, declared, sizes, given=given)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             if normalize(declared, x.ndim) == _WHOLE and not self._holds_styles(module):
+                self._compare(module, given, declared)
                 params = parameters_inside(module)
                 y = run_locally(params, forward, args, kwargs, self.grid, shares=(False, False))
                 if isinstance(y, Tensor) and not isinstance(y, DTensor):
                     return self._hand_on(to_dtensor(y, _WHOLE, self.grid, y.shape), given, None)
                 return y
             x = to_dtensor(x, declared, self.grid)
-            self._compare_rows(module, given, declared)
+            self._compare(module, given, declared)
         elif x.device_mesh != self.grid.mesh:
             layout = self.grid.layout(x, self.row_dim)
             x = to_dtensor(x.to_local(), layout, self.grid)
@@ -332,9 +334,9 @@ class WholeRunner(Runner):
         )
         return row, col
 
-    def _compare_rows(self, module: nn.Module, x: Tensor, declared: Layout) -> None:
-        if not self.certain:
-            refuse_one_input_for_all_rows(x, declared, module, self.grid)
+    def _compare(self, module: nn.Module, x: Tensor, declared: Layout) -> None:
+        ids = not x.is_floating_point()
+        compare_over_ranks(x, declared, module, self.grid, certain=self.certain, to_all=ids)
 
     def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
         """A further local tensor of the same tokens as ``x``, laid out alike."""

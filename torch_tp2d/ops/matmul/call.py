@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..._once import once_differentiable
 from ..._torch_compat import adds_to_grad
-from ...comm import Axis, Pending
+from ...comm import Axis, Pending, all_reduce
 from ...runtime.accumulation import Accumulation
 from ...runtime.context import Context, autocast_dtype
 from ...runtime.reductions import backward_of
@@ -54,6 +54,7 @@ class LinearOp:
         transposed: the module stores ``W^T`` (Hugging Face's Conv1D).
         keep_weight: keep the gathered weight for backward instead of gathering it again.
         regather_input: gather the input again for backward instead of keeping it (``pipelined``).
+        reduce_dtype: in which gradients are summed over the rows; None is that of the products.
     """
 
     algorithm: Algorithm
@@ -62,6 +63,7 @@ class LinearOp:
     transposed: bool
     keep_weight: bool
     regather_input: bool = False
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def out_features(self) -> int:
@@ -83,9 +85,22 @@ class LinearOp:
             return bias
         return F.pad(bias, (columns.start, features - columns.stop))
 
+    def to_be_summed(self, part: Tensor) -> Tensor:
+        """One row's part of a gradient, in the dtype of sums over the rows."""
+        dtype = self.reduce_dtype
+        return part if dtype is None or self.cut.row.size == 1 else part.to(dtype)
+
     def sum_over_rows(self, part: Tensor) -> Pending:
         """One row's part ``b[P, Qj]`` of a weight's gradient, summed, for those that do at once."""
-        return cast(SumsAtOnce, self.algorithm).atb_sum(part, self.cut)
+        return cast(SumsAtOnce, self.algorithm).atb_sum(self.to_be_summed(part), self.cut)
+
+    def sum_of_bias(self, part: Tensor) -> Pending:
+        """One row's part of a bias's gradient, summed."""
+        return all_reduce(self.to_be_summed(part), self.cut.row)
+
+    def weight_grad(self, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of ``b``'s gradient as the weight's, in that dtype."""
+        return self.as_b(total).to(dtype).contiguous()
 
     def as_b(self, weight: Tensor) -> Tensor:
         """The module's weight as the algorithms' ``b``, and ``b``'s gradient as the weight's."""
@@ -142,6 +157,7 @@ class Call:
 
     def keep_gradient(self, part: Tensor) -> None:
         """Keep this rank's part of the weight's gradient for the last micro-batch."""
+        part = self.op.to_be_summed(part)
         self.known_context.accumulation.keep_gradient(self.module, part, self._finish)
 
     def gradients_kept(self) -> Accumulation | None:

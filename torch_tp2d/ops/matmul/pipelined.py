@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._once import once_differentiable
-from ...comm import Pending, all_reduce
+from ...comm import Pending
 from ...runtime.deferred import Again, Gathering, LazyResult, Products, Transfer, undeferred
 from ...runtime.reductions import PendingReduction, backward_of
 from ...runtime.regather import WeightRegather
@@ -120,7 +120,7 @@ def backward(
 ) -> Gradients:
     if not isinstance(state, _State):
         return traced.backward(call, needs, state, saved, grads)
-    op, cut, shards = call.op, call.op.cut, call.shards
+    op, shards = call.op, call.shards
     running = backward_of(call.known_context)
     x, weight = saved
     grad = undeferred(grads[0])
@@ -140,10 +140,8 @@ def backward(
         grad = arriving.value()
     if state.has_bias and needs.bias:
         mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
-        biases = PendingReduction(
-            mine.flatten(0, -2).sum(0), lambda part: all_reduce(part, cut.row), running
-        )
-        db = LazyResult(mine.shape[-1:], mine, biases.value)
+        biases = PendingReduction(mine.flatten(0, -2).sum(0), op.sum_of_bias, running)
+        db = LazyResult(mine.shape[-1:], mine, lambda: biases.value().to(mine.dtype))
     if needs.weight:
         a, c = (x, grad) if op.gathers_input else (grad, x)
 
@@ -158,10 +156,14 @@ def backward(
 
             def reduce(part: Tensor) -> Pending:
                 whole = part if kept is None else kept.with_kept(call.module, part)
-                return atb_sum(whole, cut)
+                return op.sum_over_rows(whole)
 
             weights = PendingReduction(part, reduce, running)
-            dw = LazyResult(state.weight_shape, grad, lambda: op.as_b(weights.value()).contiguous())
+
+            def summed() -> Tensor:
+                return op.weight_grad(weights.value(), grad.dtype)
+
+            dw = LazyResult(state.weight_shape, grad, summed)
     if needs.x and op.gathers_input:
         b = moving.wait()
         dx = Products(((grad, b),)) if state.arriving else grad @ b.t()

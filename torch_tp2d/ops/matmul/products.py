@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...comm import all_reduce
-from ...runtime.context import selective_region
 from ...runtime.deferred import undeferred
-from .call import Call, Forward, Gradients, LinearOp, Needs
+from .call import Call, Forward, Gradients, Needs
 
 __all__ = ["backward", "forward"]
 
@@ -27,23 +25,18 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     x = undeferred(x)
     rows = x.flatten(0, -2)
     b = moving.wait()
-    if algorithm.WHOLE and any(needs):
-        call.keep_weight(b)
-    y = algorithm.ab(rows, b, cut) if op.gathers_input else algorithm.abt(rows, b, cut)
-    if bias is not None:
-        y = _with_bias(y, bias, op)
+    if algorithm.WHOLE:
+        if any(needs):
+            call.keep_weight(b)
+        # One kernel, which rounds once.
+        weight_of_rows = b.t() if op.gathers_input else b
+        y = F.linear(rows, weight_of_rows, op.own_bias(bias, weight_of_rows.shape[0]))
+    else:
+        y = algorithm.ab(rows, b, cut) if op.gathers_input else algorithm.abt(rows, b, cut)
+        # Not in place: selective checkpointing may keep the product.
+        y = y if bias is None else y + bias
     y = y.view(*x.shape[:-1], y.shape[-1])
     return Forward((y,), (x, b if op.keep_weight else weight), bias is not None)
-
-
-def _with_bias(y: Tensor, bias: Tensor, op: LinearOp) -> Tensor:
-    columns = op.bias_columns
-    if torch.compiler.is_compiling() or selective_region() is not None:
-        # Selective checkpointing may keep the product.
-        own = op.own_bias(bias, y.shape[-1])
-        return y if own is None else y + own
-    (y if columns is None else y[:, columns]).add_(bias)
-    return y
 
 
 def backward(
@@ -62,8 +55,10 @@ def backward(
     if needs.weight:
         a, c = (rows, grad) if op.gathers_input else (grad, rows)
         kept = call.gradients_kept() if algorithm.WHOLE else None
-        if kept is None:
+        if not algorithm.WHOLE:
             weight_grad = algorithm.atb(a, c, cut)
+        elif kept is None:
+            weight_grad = op.sum_over_rows(a.t() @ c)
         elif kept.holds:
             call.keep_gradient(a.t() @ c)
         else:
@@ -71,7 +66,7 @@ def backward(
     if state and needs.bias:
         columns = op.bias_columns
         mine = grad if columns is None else grad[:, columns]
-        bias_grad = all_reduce(mine.sum(0), cut.row)
+        bias_grad = op.sum_of_bias(mine.sum(0))
     dx = dw = db = None
     if needs.x:
         b = weight if moving is None else moving.wait()
@@ -79,7 +74,7 @@ def backward(
         dx = dx.view(*x.shape[:-1], dx.shape[-1])
     # Waited for here: a gradient still under way breaks compile and may be read too early.
     if weight_grad is not None:
-        dw = op.as_b(weight_grad.wait()).contiguous()
+        dw = op.weight_grad(weight_grad.wait(), grad.dtype)
     if bias_grad is not None:
-        db = bias_grad.wait()
+        db = bias_grad.wait().to(grad.dtype)
     return dx, dw, db

@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...comm import Pending, all_reduce
+from ...comm import Pending
 from ...runtime.deferred import undeferred
 from .call import Call, Forward, Gradients, LinearOp, Needs
 
@@ -84,7 +84,7 @@ def backward(
         dx = grad @ (weight.t() if op.transposed else weight)
         dx = dx.view(*x.shape[:-1], dx.shape[-1])
     if bias_grad is not None:
-        db = bias_grad.wait()
+        db = bias_grad.wait().to(grad.dtype)
     return dx, dw, db
 
 
@@ -95,4 +95,4 @@ def _bias_grad(total: Tensor, op: LinearOp) -> Pending:
     at, start, length = bias_part(op)
     mine = total.new_zeros(op.cut.col.split(op.out_features)[op.cut.col.index])
     mine[start : start + length] = total[at : at + length]
-    return all_reduce(mine, op.cut.row)
+    return op.sum_of_bias(mine)

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...comm import Pending, all_reduce
+from ...comm import Pending
 from ...runtime.deferred import Transfer
 from . import products
 from .call import Call, Forward, Gradients, Needs
-from .collective import atb_sum, prefetch
+from .collective import prefetch
 from .rounds import ab_arriving, abt_leaving, atb_arriving
 
 __all__ = ["backward", "forward"]
@@ -66,10 +66,10 @@ def backward(
             summing = abt_leaving([(grad, moving.wait())], shards, others=others[0])
         partial = x.flatten(0, -2).t() @ grad.flatten(0, -2) if needs.weight else None
     if partial is not None:
-        weight_grad = atb_sum(partial, op.cut)
+        weight_grad = op.sum_over_rows(partial)
     if state and needs.bias:
         mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
-        reducing = all_reduce(mine.flatten(0, -2).sum(0), op.cut.row)
+        reducing = op.sum_of_bias(mine.flatten(0, -2).sum(0))
     dx = dw = db = None
     if summing is not None:
         dx = summing.wait()
@@ -77,7 +77,7 @@ def backward(
         dx = grad @ moving.wait()
     # Waited for here: a gradient still under way breaks compile and may be read too early.
     if weight_grad is not None:
-        dw = op.as_b(weight_grad.wait()).contiguous()
+        dw = op.weight_grad(weight_grad.wait(), grad.dtype)
     if reducing is not None:
-        db = reducing.wait()
+        db = reducing.wait().to(grad.dtype)
     return dx, dw, db

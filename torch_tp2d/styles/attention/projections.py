@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ...comm import Axis
@@ -35,6 +36,7 @@ def attention_projections(
     dataflow: str = "auto",
     reshard_after_forward: bool | None = None,
     regather_input: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Projections:
     """The styles of the projections inside a module whose style is :class:`Attention2D`.
 
@@ -52,7 +54,7 @@ def attention_projections(
             positions into their keys. They go with ``Attention2D(algorithm="local")``.
         output_layouts: of the output projection, ``Shard(1)`` by default: the token layout.
         use_local_output: of the output projection.
-        algorithm, dataflow, reshard_after_forward: of their matrix products, as in
+        algorithm, dataflow, reshard_after_forward, reduce_dtype: of their matrix products, as in
             :class:`torch_tp2d.Colwise2D`.
         regather_input: of the queries', keys' and values'.
 
@@ -81,6 +83,7 @@ def attention_projections(
         "algorithm": algorithm,
         "dataflow": dataflow,
         "reshard_after_forward": reshard_after_forward,
+        "reduce_dtype": reduce_dtype,
     }
 
     def into_heads(whole: bool, over_row: bool) -> Colwise2D:

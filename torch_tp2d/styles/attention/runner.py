@@ -14,6 +14,7 @@ from ...mesh.grid import Grid, describe_mesh
 from ...mesh.handed import hand_out, said_of
 from ..base import Resolved, Runner
 from ..intercept import Intercept
+from ..local_math import run_locally
 from ..masks import Masks
 from ..module_kinds import describe_module
 from .call import Call
@@ -38,6 +39,7 @@ class AttentionRunner(Runner):
             self.algorithm = "local" if style.row_dim == 0 else "ring"
         self.balanced = style.balanced
         self.whole_inputs = style.whole_inputs
+        self.own_parameters = tuple(style.own_parameters)
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.heads = style.heads(module, grid.col)
@@ -94,7 +96,7 @@ class AttentionRunner(Runner):
         cause = None
         try:
             with Intercept(call.drop, call):
-                result = forward(*args, **kwargs)
+                result = self._with_own_parameters(module, forward, args, kwargs)
         except RuntimeError as error:
             # Its own products may be of heads that do not fit each other.
             if call.happened or not self.why_not_eager():
@@ -107,6 +109,15 @@ class AttentionRunner(Runner):
                 f"scaled_dot_product_attention, but {why}"
             ) from cause
         return result
+
+    def _with_own_parameters(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """The module's forward, in which its own parameters are those of this column's heads."""
+        if not self.own_parameters:
+            return forward(*args, **kwargs)
+        own = [(module, name) for name in self.own_parameters]
+        return run_locally(own, forward, args, kwargs, self.grid)
 
     def check(self, module: nn.Module) -> None:
         """Refuse a Hugging Face module that is set to compute its attention itself.

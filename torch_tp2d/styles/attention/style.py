@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
+from ..._torch_compat import parameters_of
 from ...comm import Axis
-from ...mesh.grid import Grid
-from ...mesh.layouts import as_layout, check_row_dim, row_layout
+from ...mesh.grid import Grid, describe_mesh
+from ...mesh.layouts import Layout, as_layout, check_row_dim, row_layout
 from ...ops.attention import Heads, check_groups
 from ..base import GridStyle, LayoutLike, Runner
 from ..module_kinds import HEADS, KEY_HEADS, describe_module, head_counts
@@ -64,6 +65,9 @@ class Attention2D(GridStyle):
             in 4 dims, ``("batch", "sequence", None)`` in 3, ``("batch", "sequence")`` of integers
             and ``("sequence", None)`` of anything else in 2, ``("sequence",)`` in 1. A dim of size
             1 is left alone.
+        own_parameters: of parameters that the module has itself (attention sinks ``[heads]``, a
+            scale), by name, what their dims are: ``("heads",)`` for what each head has its own of,
+            split over ``tp_col``; ``(None,)`` for what all heads share, whole on every rank.
         input_layouts: layout of local hidden states, ``Replicate()`` by default: a single
             Placement is the one on ``tp_col``.
 
@@ -93,6 +97,7 @@ class Attention2D(GridStyle):
         num_kv_heads: int | None = None,
         local_attributes: Iterable[str] | None = None,
         whole_inputs: Mapping[str, Sequence[str | None]] | None = None,
+        own_parameters: Mapping[str, Sequence[str | None]] | None = None,
         input_layouts: LayoutLike = None,
     ) -> None:
         super().__init__()
@@ -125,7 +130,19 @@ class Attention2D(GridStyle):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.local_attributes = None if local_attributes is None else tuple(local_attributes)
         self.whole_inputs = dict(whole_inputs or {})
+        for name, dims in (own_parameters or {}).items():
+            if any(dim not in ("heads", None) for dim in dims) or list(dims).count("heads") > 1:
+                raise ValueError(
+                    f'own_parameters: of {name!r} a dim is "heads", at most one, or None, but got '
+                    f"{dims!r}"
+                )
+        self.own_parameters = {name: tuple(dims) for name, dims in (own_parameters or {}).items()}
         self.input_layouts = as_layout(input_layouts, row_layout(row_dim), row=Shard(row_dim))
+
+    def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        for name, dims in self.own_parameters.items():
+            split = Shard(dims.index("heads")) if "heads" in dims else Replicate()
+            yield module, name, (Replicate(), split)
 
     def heads(self, module: nn.Module, axis: Axis) -> Heads | None:
         """The heads of a module that is not divided yet; None if it does not say."""
@@ -182,6 +199,7 @@ class Attention2D(GridStyle):
         super().check(module, grid)
         self.local_values(module, grid.col)
         heads = self.heads(module, grid.col)
+        self.check_own_parameters(module, grid, heads)
         if heads is not None:
             try:
                 check_groups(heads.query, heads.key)
@@ -194,6 +212,36 @@ class Attention2D(GridStyle):
             )
         self.check_positions(module, grid)
         AttentionRunner(self, module, grid).check(module)
+
+    def check_own_parameters(self, module: nn.Module, grid: Grid, heads: Heads | None) -> None:
+        """Refuse parameters of the module itself of which it is not said what their dims are.
+
+        Raises:
+            ValueError: for one that is not named, or has other dims, and for heads that cannot be
+                split.
+        """
+        found = parameters_of(module)
+        own = {name: tuple(p.shape) for name, p in found.items() if p is not None}
+        asked = {name: shape for name, shape in own.items() if name not in self.own_parameters}
+        if asked:
+            raise ValueError(
+                f"{describe_module(module)}: what the dims of its own parameters {asked} are is to "
+                f'be said: Attention2D(own_parameters={{name: ("heads",)}}) for what each head has '
+                f"its own of, (None,) for what all share"
+            )
+        for name, dims in self.own_parameters.items():
+            if len(own.get(name, ())) != len(dims):
+                raise ValueError(
+                    f"{describe_module(module)}: own_parameters says {name!r} has the dims {dims}, "
+                    f"but its own parameters are {own}"
+                )
+            at = dims.index("heads") if "heads" in dims else None
+            if at is not None and own[name][at] % grid.col.size:
+                raise ValueError(
+                    f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: the heads of "
+                    f"{name} {own[name]} do not divide over {grid.col.name}: use a mesh whose "
+                    f"{grid.col.name} divides them"
+                )
 
     def check_positions(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that would take this row's tokens for all there are.

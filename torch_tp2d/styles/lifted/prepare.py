@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
 
-from ..._torch_compat import disable_current_modes
-from ...comm import all_gather
+from ...comm.groups import sends
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, normalize
 from ..base import GridStyle, Resolved, Runner
 from ..boundary import check_handed, gather_for_module, to_dtensor
+from ..compared_inputs import facts_of_all
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
 
@@ -289,15 +289,9 @@ class _InputHook(_Hook):
             ValueError: on every rank.
         """
         values = [x for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
-        if self.use_local or self.grid.row.size == 1 or not values:
+        if self.use_local or self.grid.row.size == 1 or not values or not sends(self.grid.mesh):
             return
-        # Selective checkpointing is not to see it: it does not happen again in backward.
-        with disable_current_modes():
-            digests = torch.stack([_digest(x) for x in values])
-            for axis in (self.grid.row, self.grid.col):
-                one = digests.shape[0]
-                digests = all_gather(digests, 0, (one,) * axis.size, axis).wait()
-        first, *others = digests.view(-1, len(values), digests.shape[1]).unbind()
+        first, *others = facts_of_all(values, self.grid).flatten(0, 1).unbind()
         for index, value in enumerate(values):
             if any(not torch.equal(other[index], first[index]) for other in others):
                 raise ValueError(
@@ -306,19 +300,6 @@ class _InputHook(_Hook):
                     f"every rank, but the ranks hold different ones: if it holds this row's tokens "
                     f"or samples, declare it (Shard(0), Replicate()) in place of Replicate()"
                 )
-
-
-def _digest(x: Tensor) -> Tensor:
-    """Shape and content of a tensor in three integers, alike on every rank."""
-    shape = hash((x.element_size(), *x.shape))
-    x = x.detach()
-    x = (torch.view_as_real(x) if x.is_complex() else x).contiguous()
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    bits = x.view(integers).reshape(-1, max(1, x.shape[-1] if x.ndim else 1))
-    sums = [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]
-    places = [torch.arange(1, len(part) + 1, device=x.device) for part in sums]
-    first, second = (torch.sum(part * at) for part, at in zip(sums, places, strict=True))
-    return torch.stack([torch.tensor(shape, device=x.device), first, second])
 
 
 class _OutputHook(_Hook):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -38,6 +39,7 @@ class MatmulOptions(GridStyle):
         algorithm: str = "auto",
         reshard_after_forward: bool | None = None,
         regather_input: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         grad_layouts: LayoutLike = None,
         parts: int | Sequence[int] | None = None,
     ) -> None:
@@ -75,6 +77,14 @@ class MatmulOptions(GridStyle):
             )
         self.reshard_after_forward = reshard_after_forward
         self.regather_input = regather_input
+        sums_at_once = algorithm == "auto" or ALGORITHMS[algorithm].WHOLE
+        if reduce_dtype is not None and not (reduce_dtype.is_floating_point and sums_at_once):
+            raise ValueError(
+                f"{type(self).__name__} with algorithm {algorithm!r}: reduce_dtype is a floating "
+                f'point dtype, for "pipelined" and "collective", which sum a gradient in one '
+                f"transfer, not {reduce_dtype}"
+            )
+        self.reduce_dtype = reduce_dtype
         self.given_layouts = input_layouts, output_layouts, grad_layouts
         row = Shard(row_dim)
         self.input_layouts = as_layout(input_layouts, (row, self.rule.input_col), row=row)
@@ -134,6 +144,7 @@ class MatmulOptions(GridStyle):
         options = {
             "reshard_after_forward": (self.reshard_after_forward, None),
             "regather_input": (self.regather_input, False),
+            "reduce_dtype": (self.reduce_dtype, None),
             "grad_layouts": (self.grad_layouts, None),
             "parts": (self.parts, 1),
         }

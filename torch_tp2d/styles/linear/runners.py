@@ -66,6 +66,7 @@ class _OpRunner(Runner):
             transposed=transposed,
             keep_weight=keep_weight,
             regather_input=regather_input,
+            reduce_dtype=style.reduce_dtype,
         )
 
 
@@ -78,17 +79,18 @@ class LinearRunner(_OpRunner):
             by_rates = grid.col.transport.goes_by_rates
             name = "pipelined" if style.regather_input else choose_algorithm(by_rates, rates)
         algorithm = ALGORITHMS[name]
+        reshard, keeps = style.reshard_after_forward, grid.row.transport.keeps_gathered
         super().__init__(
             style,
             module,
             grid,
             algorithm,
-            keep_weight=not style.reshard_after_forward,
+            keep_weight=keeps if reshard is None else not reshard,
             regather_input=style.regather_input,
         )
         self.dataflow, self.algorithm = style.rule.dataflow, name
         self.in_rounds = name == "pipelined"
-        self.may_reshard = style.reshard_after_forward is None
+        self.may_reshard = reshard is None and keeps
         self.row_dim = style.row_dim
         self.resharding = replace(self.op, keep_weight=False)
         row = Shard(style.row_dim)
@@ -221,7 +223,8 @@ class ChoosingRunner(Runner):
     ) -> None:
         self.style = own.style
         self.grid, self.rates = own.grid, rates
-        self.own, self.stationary, self.exit = own, stationary, own.exit
+        self.own, self.stationary = own, stationary
+        self.exit, self.parts = own.exit, own.parts
         self.case = LinearCase(
             rule=style.rule,
             takes=style.input_layouts,

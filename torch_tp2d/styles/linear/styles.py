@@ -72,12 +72,17 @@ class Colwise2D(MatmulStyle):
             rounds cost. A weight that stays takes ``"auto"`` and ``"collective"`` only.
         reshard_after_forward: free the gathered weight after forward and gather it again in
             backward (True), or keep it (False): 1/C of the weight more memory, a third less
-            weight traffic. None (default) gathers it again only where it is larger than the
-            input that is kept beside it, in a model whose embedding is on the mesh too. Only
+            weight traffic. None (default) gathers it again on NCCL, as FSDP2 does; on gloo only
+            where it is larger than the input that is kept beside it, in a model whose embedding is
+            on the mesh too. Only
             ``"pipelined"`` and ``"collective"`` gather a weight.
         regather_input: gather an input that is split by tokens over ``tp_col`` again for
             backward instead of keeping it: 1/N of it is kept, not 1/R, and it travels three times
             instead of twice. With ``"pipelined"`` in eager; q, k and v share it.
+        reduce_dtype: in which the gradients of weight and bias are summed over ``tp_row``, as in
+            FSDP2's ``MixedPrecisionPolicy``: ``torch.float32`` for products in bf16, at twice the
+            bytes of these sums. None (default) is the dtype of the products. With ``"pipelined"``
+            and ``"collective"``; micro-batches under :class:`~torch_tp2d.no_sync` add up in it too.
         grad_layouts: layout of the gradient that comes back for a local output, where that is
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along
