@@ -59,6 +59,8 @@ __all__ = [
     "disabled_torch_function_impl",
     "dispatch_modes",
     "dtensor_of",
+    "efficient_attention",
+    "efficient_attention_backward",
     "fake_mode",
     "fake_world",
     "flash_attention",
@@ -69,6 +71,9 @@ __all__ = [
     "flops_of",
     "forward_hooks",
     "forward_pre_hooks",
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "fuses_products",
     "gloo_options",
     "has_replicate",
     "hooks_again",
@@ -141,6 +146,10 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
     packet = op._overloadpacket
+    if op.namespace == "symm_mem":
+        # Products of the whole that is gathered, or of what is summed after.
+        whole, weights = (out[0], args[1]) if isinstance(out, tuple) else (args[0], [args[1]])
+        return 2 * int(whole.numel()) * sum(int(weight.shape[-1]) for weight in weights)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     if packet is flash_attention_for_cpu:
@@ -216,7 +225,12 @@ c10d_functional: Any = torch.ops._c10d_functional
 
 
 def collective_of(op: Any) -> str:
-    """``all_reduce`` of the functional collective's operator; ``""`` for what sends nothing."""
+    """``all_reduce`` of the functional collective's operator; ``""`` for what sends nothing.
+
+    And ``fused_all_gather_matmul`` of an operator that sends and multiplies.
+    """
+    if op.namespace == "symm_mem":
+        return str(op._opname)
     if op.namespace != "_c10d_functional" or op._opname in ("wait_tensor", "_wrap_tensor_autograd"):
         return ""
     return str(op._opname)
@@ -233,7 +247,43 @@ flash_attention_for_cpu_backward: Any = (
 )
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 """Attention to one block of keys, with the logarithms by which blocks are merged."""
+
+
+def fused_all_gather_matmul(
+    shard: Tensor, weights: list[Tensor], dim: int, group: str
+) -> tuple[Tensor, list[Tensor]]:
+    """The whole of a tensor that an axis splits in ``dim``, and its products.
+
+    By torch's operator in symmetric memory, which is not the library's before it is imported.
+    """
+    import torch.distributed._symmetric_memory  # noqa: F401
+
+    op = torch.ops.symm_mem.fused_all_gather_matmul.default
+    whole, products = op(shard, weights, dim, group)
+    return whole, products
+
+
+def fused_matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, reduce_op: str, dim: int, group: str
+) -> Tensor:
+    """A product summed over a group, of which this rank keeps its shard of ``dim``."""
+    import torch.distributed._symmetric_memory  # noqa: F401
+
+    op = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
+    total: Tensor = op(x, weight, reduce_op, dim, group)
+    return total
+
+
+def fuses_products(device_type: str) -> bool:
+    """Whether torch has the two for a type of device, or somebody has registered them."""
+    import torch.distributed._symmetric_memory  # noqa: F401
+
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("symm_mem::fused_all_gather_matmul", key)
+
 
 safe_softmax: Any = torch.ops.aten._safe_softmax
 """Zeros where nothing is seen, as ``scaled_dot_product_attention`` has it."""

@@ -46,7 +46,6 @@ from torch_tp2d import (
     plan_for,
 )
 from torch_tp2d.mesh.grid import Grid, ask_sizes
-from torch_tp2d.ops.attention.block import attend, attend_backward
 
 transformers = pytest.importorskip("transformers")
 
@@ -224,25 +223,6 @@ def test_the_size_exchange_copies_nothing_to_the_device() -> None:
     assert not recorder.record.faults
 
 
-def test_the_kernel_of_a_gpu() -> None:
-    """A block of ring attention in half precision takes CUDA's, whose shapes and devices fit."""
-    with FakeTensorMode(), torch.no_grad():
-        for keys, causal in ((96, False), (128, True)):
-            query, key, value = (
-                torch.empty(2, 8, length, 64, dtype=torch.bfloat16, device="cuda")
-                for length in (128, keys, keys)
-            )
-            with Recorder("cuda") as recorder:
-                out, log = attend(query, key, value, None, causal, 0.1, False)
-                grads = attend_backward(
-                    *(out, query, key, value, None, out, log, causal, 0.1, False, False)
-                )
-            assert log.shape == query.shape[:-1] and log.is_cuda
-            for like, made in zip((query, query, key, value), (out, *grads[:3]), strict=True):
-                assert made.shape == like.shape and made.is_cuda and made.dtype == like.dtype
-            assert not recorder.record.faults
-
-
 class Stack(nn.Module):
     """Linears with dropout and a norm between, by any style."""
 
@@ -338,6 +318,7 @@ def pairs(**options: Any) -> Case:
 OPERATIONS = {
     **{name: pairs(algorithm=name) for name in ALGORITHMS},
     "gathered again": pairs(algorithm="pipelined", reshard_after_forward=True),
+    "pairs fused with what moves": pairs(algorithm="fused"),
     "pairs that stay": pairs(dataflow="weight_stationary"),
     **{f"{name} of blocks": blocks(algorithm=name) for name in ALGORITHMS},
     "blocks that stay": blocks(dataflow="weight_stationary"),

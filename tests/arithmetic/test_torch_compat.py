@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel.ddp import _localize_dtensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from support.symmetric import on_cpu
 from torch_tp2d import _torch_compat as compat
 
 PACKAGE = Path(compat.__file__).parent
@@ -353,6 +354,27 @@ def _attention() -> tuple[list[Tensor], Tensor, list[Tensor]]:
     return [x.detach() for x in given], out.detach(), list(torch.autograd.grad(out.sum(), given))
 
 
+@of("fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fuses_products")
+def _(mesh: DeviceMesh) -> None:
+    assert compat.fuses_products("cuda") and not compat.fuses_products("mps")
+    on_cpu()
+    assert compat.fuses_products("cpu")
+    group = mesh.get_group(0).group_name
+    x, weights = torch.randn(2, 3, 4), [torch.randn(4, 5), torch.randn(4, 6)]
+    whole, products = compat.fused_all_gather_matmul(x, weights, 1, group)
+    torch.testing.assert_close(whole, x)
+    for product, weight in zip(products, weights, strict=True):
+        torch.testing.assert_close(product, x @ weight)
+    total = compat.fused_matmul_reduce_scatter(x, weights[0], "sum", 1, group)
+    torch.testing.assert_close(total, products[0])
+    gathers = torch.ops.symm_mem.fused_all_gather_matmul.default
+    scatters = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
+    assert compat.collective_of(gathers) == "fused_all_gather_matmul"
+    assert compat.collective_of(scatters) == "fused_matmul_reduce_scatter"
+    assert compat.flops_of(gathers, (x, weights), {}, (whole, products)) == 2 * 6 * 4 * 11
+    assert compat.flops_of(scatters, (x, weights[0]), {}, total) == 2 * 6 * 4 * 5
+
+
 @of("flash_attention_for_cpu", "flash_attention_for_cpu_backward")
 def _(mesh: DeviceMesh) -> None:
     given, wanted, wanted_grads = _attention()
@@ -367,6 +389,44 @@ def _(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(grad, wanted_grad)
 
 
+def _take(names: dict[Any, tuple[str, ...]]) -> None:
+    for op, first in names.items():
+        arguments = [argument.name for argument in op.default._schema.arguments]
+        assert tuple(arguments[: len(first)]) == first and "scale" in arguments
+
+
+@of("efficient_attention", "efficient_attention_backward")
+def _(mesh: DeviceMesh) -> None:
+    """Of CUDA: here that they take what we give, and how long their logarithms are."""
+    query = ("query", "key", "value", "attn_bias")
+    forward = (*query, "compute_log_sumexp", "dropout_p", "is_causal")
+    backward = ("grad_out_", *query, "out", "logsumexp", "philox_seed", "philox_offset")
+    _take(
+        {
+            compat.efficient_attention: forward,
+            compat.efficient_attention_backward: (
+                *(*backward, "dropout_p", "grad_input_mask", "is_causal"),
+            ),
+        }
+    )
+    x = torch.empty(2, 3, 40, 8, device="meta")
+    out, log, *_ = compat.efficient_attention(x, x, x, None, True, 0.0, True, scale=0.3)
+    assert out.shape == x.shape and log.shape == (2, 3, 64)
+    if not torch.cuda.is_available():
+        return
+    given, wanted, wanted_grads = _attention()
+    given = [x.cuda().float() for x in given]
+    out, log, *rest = compat.efficient_attention(*given, None, True, 0.0, True, scale=0.3)
+    torch.testing.assert_close(out.cpu().to(wanted), wanted, atol=1e-5, rtol=1e-5)
+    grads = compat.efficient_attention_backward(
+        *(torch.ones_like(out), *given, None, out, log, *rest, 0.0),
+        *([True, True, True, False], True),
+        scale=0.3,
+    )
+    for grad, wanted_grad in zip(grads[:3], wanted_grads, strict=True):
+        torch.testing.assert_close(grad.cpu().to(wanted_grad), wanted_grad, atol=1e-5, rtol=1e-5)
+
+
 @of("flash_attention", "flash_attention_backward")
 def _(mesh: DeviceMesh) -> None:
     """Of CUDA: here only that they take what we give."""
@@ -374,9 +434,7 @@ def _(mesh: DeviceMesh) -> None:
         compat.flash_attention: ("query", "key", "value", "dropout_p", "is_causal"),
         compat.flash_attention_backward: ("grad_out", "query", "key", "value", "out", "logsumexp"),
     }
-    for op, first in names.items():
-        arguments = [argument.name for argument in op.default._schema.arguments]
-        assert tuple(arguments[: len(first)]) == first and "scale" in arguments
+    _take(names)
     if not torch.cuda.is_available():
         return
     given, wanted, wanted_grads = _attention()

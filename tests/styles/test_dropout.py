@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import metrics
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -41,7 +42,7 @@ from support.models import (
     transformer,
 )
 from torch_tp2d import Colwise2D, Dropout2D, Rowwise2D
-from torch_tp2d.ops.dropout import draw_key, drop, dropped
+from torch_tp2d.ops.dropout import draw_key, drop, dropped, fused, recomputed
 
 TOLERANCE = 1e-12
 
@@ -499,6 +500,44 @@ def test_a_part_has_the_mask_of_the_whole() -> None:
     y.sum().backward()
     assert x.grad is not None and x.grad.equal(y.detach())
     assert drop(x, torch.ones_like(whole), 1.0).eq(0).all()
+
+
+def test_a_gpu_keeps_no_mask() -> None:
+    """It is made again for the gradient, and for the gradient's: the same elements."""
+    key, p = draw_key(), 0.3
+    index = [torch.arange(3), torch.arange(8), torch.arange(5)]
+    x = torch.randn(3, 8, 5, dtype=torch.float64, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        y = recomputed(x, key, p, index)
+    assert sum(saved.numel() for saved in kept) == 1 + 3 + 8 + 5
+    assert y.equal(drop(x, dropped(key, p, index), p))
+    grad = torch.randn_like(y).requires_grad_()
+    (got,) = torch.autograd.grad(y, x, grad, create_graph=True)
+    assert got.equal(drop(grad, dropped(key, p, index), p))
+    (again,) = torch.autograd.grad(got, grad, torch.ones_like(got))
+    assert again.equal(drop(torch.ones_like(y), dropped(key, p, index), p))
+
+
+@deep
+def test_one_kernel_makes_mask_and_result() -> None:
+    """What a GPU is given, compiled for a CPU: any sizes, rates and keys, and no second kernel."""
+    metrics.reset()
+    for seed, (p, sizes) in enumerate(
+        ((0.1, (4, 6, 8)), (0.5, (3, 7, 5)), (0.25, (9, 2, 33)), (0.1, (5, 5, 5)))
+    ):
+        torch.manual_seed(seed)
+        key, index = draw_key(), [torch.arange(2, 2 + size) for size in sizes]
+        x = torch.randn(sizes)
+        assert fused()(x, key, p, index).equal(drop(x, dropped(key, p, index), p))
+        if seed == 1:
+            kernels = metrics.generated_kernel_count
+    assert metrics.generated_kernel_count == kernels <= 2
 
 
 def test_a_key_goes_with_tensors_of_any_device() -> None:

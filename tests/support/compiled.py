@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,12 @@ from torch_tp2d import Rowwise2D, comm, parallelize_module
 world.preload("torch._inductor.compile_fx")
 
 
-class _Recorder:
+class Recorder:
     """A backend that notes what is in the graphs that Inductor would be given, a letter each."""
 
     def __init__(self, row_group: str) -> None:
         self.row_group = row_group
-        self.graphs: list[str] = []
+        self.graphs: list[Any] = []
 
     def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Any:
         return aot_autograd(
@@ -62,16 +63,24 @@ def recorded(
     piece: int,
     touches: bool = False,
     backend: str | None = None,
-) -> tuple[float, list[str]]:
+    recorder_of: Callable[[str], Recorder] = Recorder,
+    biases: bool = True,
+    **options: Any,
+) -> tuple[float, list[Any]]:
     """The largest difference to one device, and the graphs of forward and backward."""
     comm.axis.PIECE_BYTES = piece
     batch, sequence, hidden, inner = sizes
     mesh = grid_mesh(rows, columns)
     torch.manual_seed(0)
     one = _Embedded(hidden, inner, touches).double()
+    for linear in () if biases else one.modules():
+        if isinstance(linear, nn.Linear):
+            linear.bias = None
     embedding = Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1))
-    several = parallelize_module(copy.deepcopy(one), mesh, {"embedding": embedding, **plan()})
-    recorder = _Recorder(several.block.w1._tp2d.grid.row.group)
+    several = parallelize_module(
+        copy.deepcopy(one), mesh, {"embedding": embedding, **plan(**options)}
+    )
+    recorder = recorder_of(several.block.w1._tp2d.grid.row.group)
     several.block.compile(fullgraph=True, backend=backend or recorder)
     ids = torch.randint(0, 11, (batch, sequence))
     wanted, y = one(ids), several(ids)

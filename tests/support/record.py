@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_tp2d._torch_compat import active_fake_mode, collective_of
+from torch_tp2d._torch_compat import active_fake_mode, collective_of, flops_of
 from torch_tp2d.runtime.deferred import Deferred
 
 Group = tuple[tuple[int, ...], int]
@@ -178,6 +178,13 @@ class Recorder(TorchDispatchMode):
             elif op := collective_of(func):
                 self._start(op, args, result)
             return result
+        if func.namespace == "symm_mem":
+            # It sends and multiplies by turns.
+            result = func(*args, **kwargs)
+            self._start(name, args, tree_leaves(result)[0])
+            self.record.events.append(Product(flops_of(func, args, kwargs, result)))
+            self._wait(tree_leaves(result)[0])
+            return result
         if func.namespace == "c10d":
             # FSDP2's, into tensors of its own.
             out, x, group, *_ = args
@@ -198,10 +205,13 @@ class Recorder(TorchDispatchMode):
         x, ranks = args[0], len(group[0])
         width = x.element_size()
         match op:
-            case "all_gather_into_tensor":
+            case "all_gather_into_tensor" | "fused_all_gather_matmul":
                 sizes, received = (x.numel(),), (ranks - 1) * x.numel()
             case "reduce_scatter_tensor":
                 sizes, received = (x.numel(), args[1]), (ranks - 1) * x.numel() // ranks
+            case "fused_matmul_reduce_scatter":
+                total = x.numel() // x.shape[-1] * args[1].shape[-1]
+                sizes, received = (total, args[2]), (ranks - 1) * total // ranks
             case "all_reduce":
                 sizes, received = (x.numel(), args[1]), 2 * (ranks - 1) * x.numel() // ranks
             case "broadcast":

@@ -22,10 +22,12 @@ from .transfers import (
     all_reduce,
     all_to_all,
     broadcast,
+    gather_evenly,
     gather_others,
     reduce,
     reduce_from_others,
     reduce_scatter,
+    scatter_evenly,
     shift,
 )
 from .transport import GLOO, NCCL, Transport, transport_of
@@ -42,6 +44,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "gather_evenly",
     "gather_others",
     "link_of",
     "move",
@@ -51,6 +54,7 @@ __all__ = [
     "reduce_scatter",
     "reshard_fused",
     "reshard_fused_grad",
+    "scatter_evenly",
     "set_link_rate",
     "shift",
     "transport_of",

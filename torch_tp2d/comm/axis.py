@@ -81,6 +81,8 @@ class Axis:
     """One axis of the grid as a rank sees it: the ranks that differ only in its index.
 
     ``parts`` is ``(size,)``, or the sizes of the mesh axes that were flattened into this one.
+    ``fuses`` is whether what is gathered or summed along it beside a product is left to one
+    operator with the product (:mod:`torch_tp2d.ops.matmul.fused`).
     """
 
     name: str
@@ -89,6 +91,7 @@ class Axis:
     group: str
     transport: Transport = NCCL
     link: Link = field(default_factory=Link, repr=False)
+    fuses: bool = False
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +116,18 @@ class Axis:
     def split(self, extent: int) -> tuple[int, ...]:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""
         return nested_chunk_sizes(extent, self.parts)
+
+    def fuses_shards(self, sizes: Sequence[int]) -> bool:
+        """Whether shards of these sizes are for such an operator, which takes them alike."""
+        return self.fuses and self.size > 1 and sizes[0] > 0 and len(set(sizes)) == 1
+
+    def moves_evenly(self, sizes: Sequence[int]) -> bool:
+        """Whether shards of these sizes go as torch's own collectives send them.
+
+        In a graph, where they are neither cut nor padded: what Inductor knows is what torch writes.
+        """
+        even = self.size > 1 and sizes[0] > 0 and len(set(sizes)) == 1
+        return even and not self.transport.cuts and torch.compiler.is_compiling()
 
     def pieces(self, elements: int, dtype: torch.dtype) -> int:
         """Into how many pieces a transfer of ``elements`` to one peer is cut."""

@@ -25,6 +25,11 @@ def _received(op: str, args: Sequence[Any], ranks: int, index: int) -> int:
             return (ranks - 1) * size // ranks
         case "all_reduce":
             return 2 * (ranks - 1) * size // ranks
+        case "fused_all_gather_matmul":
+            return (ranks - 1) * size
+        case "fused_matmul_reduce_scatter":
+            tokens, features = size // args[0].shape[-1], args[1].shape[-1]
+            return (ranks - 1) * tokens * features // ranks
         case "broadcast":
             return 0 if args[1] == index else size
         case "all_to_all_single":

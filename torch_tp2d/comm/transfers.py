@@ -24,10 +24,12 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "exchange",
+    "gather_evenly",
     "gather_others",
     "reduce",
     "reduce_from_others",
     "reduce_scatter",
+    "scatter_evenly",
     "shift",
 ]
 
@@ -77,6 +79,26 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
         return torch.cat(kept).movedim(0, dim)
 
     return Pending(None, pieces, finish)
+
+
+def gather_evenly(x: Tensor, dim: int, axis: Axis) -> Pending:
+    """:func:`all_gather` of shards of one size, in the steps of torch's own.
+
+    By which Inductor's async tensor parallelism recognises what it can fuse with a product.
+    """
+    start = partial(_c10d.all_gather_into_tensor.default, x.contiguous(), axis.size, axis.group)
+
+    def finish(wires: list[Tensor]) -> Tensor:
+        return wires[0] if dim == 0 else torch.cat(wires[0].chunk(axis.size), dim)
+
+    return Pending(None, [start], finish)
+
+
+def scatter_evenly(x: Tensor, dim: int, axis: Axis) -> Pending:
+    """:func:`reduce_scatter` to shards of one size, as :func:`gather_evenly`."""
+    sent = (x if dim == 0 else torch.cat(x.chunk(axis.size, dim))).contiguous()
+    start = partial(_c10d.reduce_scatter_tensor.default, sent, "sum", axis.size, axis.group)
+    return Pending(None, [start], _only)
 
 
 def exchange(

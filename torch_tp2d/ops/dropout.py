@@ -13,12 +13,17 @@ two rounds of multiply and shift in 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["draw_key", "drop", "dropped"]
+from .._torch_compat import dispatch_modes
+
+__all__ = ["draw_key", "drop", "dropout", "dropped", "fused", "recomputed"]
 
 # SplitMix64's constants, as int64 has them.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -88,3 +93,54 @@ def _for_each(state: Tensor) -> Tensor:
 def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """``x`` with what ``mask`` says dropped, the rest scaled by ``1 / (1 - p)``."""
     return x.masked_fill(mask, 0.0) * (1.0 / (1.0 - p) if p < 1 else 0.0)
+
+
+def dropout(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
+    """``drop(x, dropped(key, p, index), p)``, of which a GPU keeps nothing for backward.
+
+    There one kernel makes mask and result, and another makes the mask again for the gradient. A CPU
+    keeps the mask, a byte for an element: it makes one in many steps, which take longer than to
+    read it.
+    """
+    if x.device.type == "cpu":
+        return drop(x, dropped(key, p, index), p)
+    return recomputed(x, key, p, index)
+
+
+def recomputed(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
+    """:func:`dropout` as on a GPU: the mask is made again for the gradient."""
+    result: Tensor = _Dropout.apply(x, key, p, *index)
+    return result
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, p: float, *index: Tensor) -> Tensor:
+        ctx.p = p
+        ctx.save_for_backward(key, *index)
+        return _kernel_for(x)(x, key, p, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        key, *index = ctx.saved_tensors
+        return recomputed(grads[0], key, ctx.p, index), None, None, *(None for _ in index)
+
+
+def _mask_and_drop(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
+    return drop(x, dropped(key, p, index), p)
+
+
+def _kernel_for(x: Tensor) -> Callable[..., Tensor]:
+    """``_mask_and_drop`` in one kernel, where it can be compiled.
+
+    Not under a dispatch mode, which would not see what a compiled function does.
+    """
+    plain = torch.compiler.is_compiling() or dispatch_modes() or not x.is_cuda
+    return _mask_and_drop if plain or find_spec("triton") is None else fused()
+
+
+@cache
+def fused() -> Callable[..., Tensor]:
+    """``_mask_and_drop`` compiled: one kernel for any sizes."""
+    compiled: Callable[..., Tensor] = torch.compile(_mask_and_drop, dynamic=True)
+    return compiled

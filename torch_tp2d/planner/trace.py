@@ -203,7 +203,13 @@ class Recorder(TorchDispatchMode):
         if op:
             group, received = crossing(op, args)
             self._start(group, op, received)
-            self._moving[_storage_id(out)] = len(self.events) - 1
+            start = len(self.events) - 1
+            if func.namespace == "symm_mem":
+                # It sends and multiplies by turns.
+                self._compute(func, args, kwargs, out)
+                self.events.append(Wait(start))
+            else:
+                self._moving[_storage_id(out)] = start
         elif of_fsdp:
             self._start(*_crossing_of_c10d(of_fsdp, args), of_fsdp=True)
             self._measure_again()

@@ -91,6 +91,11 @@ class Context:
 
         A plan says so beforehand, but torch's own ``parallelize_module`` applies each style alone.
         """
+        self.fuses = False
+        """Whether a Linear on the mesh leaves transfers along ``tp_col`` to fused operators.
+
+        What a module around it has to gather is then left to it.
+        """
         self.keys_drawn = 0
         """How many keys of dropout the ranks of the mesh have drawn."""
         self.accumulation = Accumulation()

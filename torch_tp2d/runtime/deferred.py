@@ -21,11 +21,12 @@ from torch import Tensor
 
 from .._torch_compat import (
     disabled_torch_function_impl,
+    fused_all_gather_matmul,
     is_mutable,
     make_wrapper_subclass,
     tree_map_only,
 )
-from ..comm import Axis, Pending, all_gather, gather_others, only_own, without_own
+from ..comm import Axis, Pending, all_gather, gather_evenly, gather_others, only_own, without_own
 
 __all__ = [
     "Again",
@@ -84,25 +85,35 @@ class Assembly:
     """
 
     def __init__(self, shape: Sequence[int], dim: int, like: Tensor) -> None:
-        self.dim = dim
-        self.out = like.new_empty(shape)
-        self._blocks: list[tuple[int, Tensor]] | None = None
-        if torch.compiler.is_compiling():
-            self._blocks = []
+        self.shape, self.dim = torch.Size(shape), dim
+        self.like = like.new_empty(())
+        self._out: Tensor | None = None
+        self._blocks: list[tuple[int, Tensor]] = []
 
     def put(self, block: Tensor, start: int) -> None:
         """Write a block to its place, ``start`` on."""
-        if self._blocks is not None:
+        if block.shape == self.shape:
+            self.give(block)
+        elif torch.compiler.is_compiling():
             self._blocks.append((start, block))
         else:
-            self.out.narrow(self.dim, start, block.shape[self.dim]).copy_(block)
+            if self._out is None:
+                self._out = self.like.new_empty(self.shape)
+            self._out.narrow(self.dim, start, block.shape[self.dim]).copy_(block)
+
+    def give(self, whole: Tensor) -> None:
+        """All of it, as one block."""
+        self._out = whole
 
     def value(self) -> Tensor:
         """The tensor, when all of it is there."""
-        if self._blocks is not None:
+        if self._blocks:
             blocks = sorted(self._blocks, key=lambda block: block[0])
             return torch.cat([block for _, block in blocks], self.dim)
-        return self.out
+        if self._out is None:
+            # It has no blocks, or none with elements.
+            self._out = self.like.new_empty(self.shape)
+        return self._out
 
 
 class _Arriving(NamedTuple):
@@ -117,6 +128,9 @@ class _Arriving(NamedTuple):
 class Transfer:
     """``x`` gathered along an axis, in pieces of rows.
 
+    Under way from the beginning, but along an axis that fuses: there the first product gathers
+    (:meth:`multiply`), or whoever asks before.
+
     Args:
         x: this rank's shard, ``sizes[axis.index]`` long in ``dim``.
     """
@@ -130,8 +144,22 @@ class Transfer:
         self.again = Again(dim, sizes, axis)
         self.dim = dim
         self.offsets = [0, *accumulate(sizes)][:-1]
-        rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         self.pieces: deque[_Arriving] = deque()
+        self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, x)
+        self.shape = self.whole.shape
+        self.waits_for_product = axis.fuses_shards(sizes)
+        self.comes_whole = self.waits_for_product or axis.moves_evenly(sizes)
+        """Not in pieces: it is for :meth:`multiply`."""
+        self._coming: Pending | None = None
+        if not self.waits_for_product:
+            self._start(x)
+
+    def _start(self, x: Tensor) -> None:
+        dim, sizes, axis = self.again.along
+        if axis.moves_evenly(sizes):
+            self._coming = gather_evenly(x, dim, axis)
+            return
+        rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         own_apart = axis.own_apart
         for start, counts in axis.rounds(sizes, math.prod(rest), x.dtype):
             rows = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
@@ -142,10 +170,27 @@ class Transfer:
                 self.pieces.append(_Arriving(start, counts, 0, all_gather(rows, 0, counts, axis)))
         if own_apart:
             self.pieces.appendleft(_Arriving(0, only_own(sizes, axis), dim, Pending(x)))
-        self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, x)
+
+    def multiply(self, b: Tensor) -> Tensor:
+        """``a[..., P] b[P, Q]`` of the whole; along an axis that fuses, the first gathers it."""
+        if not self.waits_for_product:
+            return self.value() @ b
+        dim, _, axis = self.again.along
+        assert self.shard is not None
+        self.waits_for_product = False
+        whole, (product,) = fused_all_gather_matmul(self.shard, [b], dim, axis.group)
+        self.whole.give(whole)
+        return product
 
     def arrivals(self, *, if_used: bool = False) -> Iterator[Piece]:
         """The pieces that nobody has taken yet, each when it is there; this rank's own first."""
+        if self.waits_for_product:
+            assert self.shard is not None
+            self.waits_for_product = False
+            self._start(self.shard)
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            self.whole.give(coming.wait(if_used=if_used))
         while self.pieces:
             start, counts, at, pending = self.pieces.popleft()
             rows = pending.wait(if_used=if_used)
@@ -242,7 +287,7 @@ class Gathering(Deferred):
 
     @staticmethod
     def __new__(cls, transfer: Transfer) -> Any:
-        self = super().__new__(cls, transfer.whole.out.shape, transfer.whole.out)
+        self = super().__new__(cls, transfer.shape, transfer.whole.like)
         self.transfer = transfer
         return self
 

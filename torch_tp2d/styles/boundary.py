@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Entry:
         certain: the user has said in full how a local input lies.
         given_to_all: it comes from outside, as ids do, and is compared over the ranks on which it
             is to be the same.
+        fuses: what gathers it along ``tp_col`` is one operator with its product.
     """
 
     grid: Grid
@@ -54,6 +55,7 @@ class Entry:
     whole_grad: bool = False
     certain: bool = False
     given_to_all: bool = False
+    fuses: bool = False
 
     def shard(self, x: Tensor, module: nn.Module) -> Tensor:
         """An input as the local shard that the op takes.
@@ -142,7 +144,8 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
     in_rounds = pipelined and by_rows and declared[0] == wanted[0]
     if torch.compiler.is_compiling() and in_rounds and col_grad and grid.col.size > 1:
-        return Shared(x, _shards(x, declared, grid, features, shape), grid.context)
+        shards = _shards(x, declared, grid, features, shape, fuses=entry.fuses)
+        return Shared(x, shards, grid.context)
     shares = (
         col_grad
         and (grid.col.size > 1 or declared[0] != wanted[0])
@@ -161,7 +164,8 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         if shared is not None:
             return shared
     if in_rounds and shares:
-        result = gather(x, _shards(x, declared, grid, features, shape), grid.context)
+        shards = _shards(x, declared, grid, features, shape, fuses=entry.fuses)
+        result = gather(x, shards, grid.context)
     else:
         result = grid.redistribute(
             x, declared, wanted, features=features, shape=shape, partial_grad=(row_grad, col_grad)
@@ -180,7 +184,13 @@ def _twin_of(given: Tensor, wanted: Layout, grid: Grid) -> Any:
 
 
 def _shards(
-    x: Tensor, layout: Layout, grid: Grid, features: int | None, shape: Sequence[int] | None
+    x: Tensor,
+    layout: Layout,
+    grid: Grid,
+    features: int | None,
+    shape: Sequence[int] | None,
+    *,
+    fuses: bool,
 ) -> Shards:
     """How ``x``, of which ``layout`` shards a dim over ``tp_col``, is split there."""
     row, col = layout
@@ -188,7 +198,7 @@ def _shards(
     extent = grid.extent(x, col.dim, layout, features) if shape is None else shape[col.dim]
     if isinstance(row, Shard) and row.dim == col.dim:
         extent = grid.row.split(extent)[grid.row.index]
-    return Shards(col.dim, grid.col.split(extent), grid.col)
+    return Shards(col.dim, grid.col.split(extent), replace(grid.col, fuses=fuses))
 
 
 def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> None:
@@ -240,7 +250,8 @@ def gather_for_module(
     if grid.col.size == 1 or not isinstance(declared[1], Shard):
         whole = grid.redistribute(x, declared, wanted, shape=shape)
         return grid.with_stand_in(whole, wanted, sizes)
-    shards = _shards(x, declared, grid, None, shape)
+    # Of the Linears inside nothing is known here.
+    shards = _shards(x, declared, grid, None, shape, fuses=grid.context.fuses)
     if shards.dim == x.ndim - 1:
         return _gather_features_for_module(x, declared, grid, shards, shape)
     if torch.compiler.is_compiling():

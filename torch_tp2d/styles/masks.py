@@ -17,7 +17,7 @@ from ..mesh.grid import Grid, ask_sizes, describe_mesh, part_of
 from ..mesh.handed import made_of
 from ..mesh.layouts import Layout, normalize
 from ..ops.attention.block import attend_to_all
-from ..ops.dropout import draw_key, drop, dropped
+from ..ops.dropout import draw_key, dropout
 from ..runtime.context import in_backward
 from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved
 from .boundary import to_dtensor
@@ -136,10 +136,10 @@ class Masks:
             layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
             shape = x.shape if x.device_mesh == self.grid.mesh else None
             local = x.to_local()
-            y = drop(local, dropped(key, p, self._index(local, layout, None, shape)), p)
+            y = dropout(local, key, p, self._index(local, layout, None, shape))
             return _like(x, y)
         layout, features = self._layout(x)
-        y = drop(x, dropped(key, p, self._index(x, layout, features, None)), p)
+        y = dropout(x, key, p, self._index(x, layout, features, None))
         return self.grid.with_stand_in(y, layout, self.grid.sizes_of(x))
 
     def attention(
@@ -199,11 +199,11 @@ class Masks:
         # Drawn by ranks without heads or queries too, which drop nothing.
         drawn = next_key(self.grid)
 
-        def dropout(weights: Tensor) -> Tensor:
-            return drop(weights, dropped(drawn, dropout_p, index), dropout_p)
+        def drop(weights: Tensor) -> Tensor:
+            return dropout(weights, drawn, dropout_p, index)
 
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        y = attend_to_all(q, k, v, attn_mask, is_causal, scale, dropout)
+        y = attend_to_all(q, k, v, attn_mask, is_causal, scale, drop)
         if shape is None:
             return y
         return to_dtensor(y, layout, self.grid, (*shape[:-1], y.shape[-1]))

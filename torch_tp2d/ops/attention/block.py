@@ -3,9 +3,9 @@
 A block's output ``o`` with the logarithm ``l`` of its sum of exponentials can be merged with
 another's: ``exp(l1 - l) o1 + exp(l2 - l) o2`` with ``l = log(exp(l1) + exp(l2))``. Backward, given
 the output and ``l`` of all blocks together, gives each block's share of the gradients. The fused
-kernels take and give just that, and they are used where they can be: on a CPU, and on CUDA in half
-precision without a mask (not tried: no GPU was at hand). Elsewhere, and where a mask has a
-gradient, the scores of a block are written out.
+kernels take and give just that, and they are used where they can be
+(:mod:`torch_tp2d.ops.attention.kernels`; those of CUDA not tried: no GPU was at hand). Elsewhere,
+and where a mask has a gradient, the scores of a block are written out.
 
 torch's own ring (``torch.distributed.tensor.experimental.context_parallel``) is made of the same
 kernels, but has no rule for a CPU's, takes neither masks nor uneven shards, and means one mesh dim
@@ -22,13 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._torch_compat import (
-    flash_attention,
-    flash_attention_backward,
-    flash_attention_for_cpu,
-    flash_attention_for_cpu_backward,
-    safe_softmax,
-)
+from ..._torch_compat import safe_softmax
+from .kernels import kernel_for
 
 __all__ = [
     "Grads",
@@ -41,7 +36,6 @@ __all__ = [
     "sum_repeated_heads",
 ]
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -115,17 +109,6 @@ def _additive(mask: Tensor | None, query: Tensor, keys: int) -> Tensor | None:
     return mask.to(query.dtype).expand(*mask.shape[:-2], query.shape[-2], keys)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, exact: bool) -> str:
-    """Which fused kernel takes these, or ``""``."""
-    same = query.shape[-1] == value.shape[-1] and query.dtype in _FLOATS
-    if exact or not same or not (query.numel() and key.numel()):
-        return ""
-    if query.device.type == "cpu":
-        return "cpu"
-    fits = query.dtype in _HALVES and mask is None and query.shape[-1] % 8 == 0
-    return "cuda" if query.is_cuda and fits and query.shape[-1] <= 256 else ""
-
-
 def attend(
     query: Tensor,
     key: Tensor,
@@ -146,19 +129,10 @@ def attend(
     Returns:
         The output, and ``[batch, heads, queries]`` the logarithms, ``-inf`` where nothing is seen.
     """
-    kernel = _fused(query, key, value, mask, exact)
-    if kernel == "cpu":
+    kernel = None if exact else kernel_for(query, key, value, mask is not None)
+    if kernel is not None:
         bias = _additive(mask, query, key.shape[-2])
-        out, log = flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        if bias is not None:
-            # The kernel says 0.
-            log = log.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
-        return out, log
-    if kernel == "cuda":
-        out, log, *_ = flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-        return out, log
+        return kernel.forward(query, key, value, bias, causal, scale)
     scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
     log = scores.logsumexp(-1)
     weights = (scores - _finite(log)[..., None]).exp()
@@ -184,24 +158,11 @@ def attend_backward(
         grad, out, log: of all blocks together.
     """
     log = _finite(log)
-    kernel = _fused(query, key, value, mask, exact)
-    if kernel == "cpu":
-        grads = flash_attention_for_cpu_backward(
-            *(grad, query, key, value, out, log, 0.0, causal),
-            attn_mask=_additive(mask, query, key.shape[-2]),
-            scale=scale,
-        )
-        query_grad, key_grad, value_grad = grads
-        return Grads(query_grad, key_grad, value_grad, None)
-    if kernel == "cuda":
-        unused = torch.empty(0, dtype=torch.uint64, device=query.device)
-        grads = flash_attention_backward(
-            *(grad.contiguous(), query, key, value, out, log, None, None),
-            *(query.shape[-2], key.shape[-2], 0.0, causal, unused, unused),
-            scale=scale,
-        )
-        query_grad, key_grad, value_grad = grads
-        return Grads(query_grad, key_grad, value_grad, None)
+    kernel = None if exact else kernel_for(query, key, value, mask is not None)
+    if kernel is not None:
+        bias = _additive(mask, query, key.shape[-2])
+        grads = kernel.backward(grad, query, key, value, bias, out, log, causal, scale)
+        return Grads(*grads, None)
     scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
     weights = (scores - log[..., None]).exp()
     wide_grad = grad.to(weights.dtype)

@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from . import bmr, cannon, collective, pipelined, stationary, summa
+from . import bmr, cannon, collective, fused, pipelined, stationary, summa
 from .call import Call, LinearOp, Shards, apply
 from .cut import Algorithm, Cut
 from .inputs import Shared
 
 __all__ = [
     "ALGORITHMS",
+    "IN_ROUNDS",
     "STATIONARY",
     "Algorithm",
     "Call",
@@ -31,10 +32,14 @@ __all__ = [
 ALGORITHMS: Mapping[str, Any] = {
     "collective": collective,
     "pipelined": pipelined,
+    "fused": fused,
     "summa": summa,
     "bmr": bmr,
     "cannon": cannon,
 }
+
+IN_ROUNDS = "pipelined", "fused"
+"""Those that move activations along ``tp_col`` themselves, beside their products."""
 
 STATIONARY: Any = stationary
 """The dataflow in which the weight stays, as an algorithm of its own."""

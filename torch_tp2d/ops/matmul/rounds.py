@@ -12,7 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...comm import Pending, only_own, reduce_from_others, reduce_scatter, without_own
+from ..._torch_compat import fused_matmul_reduce_scatter
+from ...comm import (
+    Pending,
+    all_reduce,
+    only_own,
+    reduce_from_others,
+    reduce_scatter,
+    scatter_evenly,
+    without_own,
+)
 from ...runtime.deferred import Assembly, Transfer, rows_of
 from .call import Shards
 
@@ -27,6 +36,11 @@ def ab_arriving(
     Args:
         also: another operand ``d[..., K]``, for ``a^T d -> [P, K]``, the second result.
     """
+    if isinstance(a, Transfer) and a.comes_whole:
+        # The bias apart: no operator that gathers and multiplies adds one.
+        c = a.multiply(b)
+        second = None if also is None else a.value().flatten(0, -2).t() @ also.flatten(0, -2)
+        return c if bias is None else c + bias, second
     if isinstance(a, Transfer) and not a.pieces:
         a = a.value()
     if isinstance(a, Tensor):
@@ -34,7 +48,7 @@ def ab_arriving(
         c = flat @ b if bias is None else torch.addmm(bias, flat, b)
         second = None if also is None else flat.t() @ also.flatten(0, -2)
         return c.view(*a.shape[:-1], b.shape[1]), second
-    out = Assembly([*a.whole.out.shape[:-1], b.shape[1]], a.dim, b)
+    out = Assembly([*a.shape[:-1], b.shape[1]], a.dim, b)
     second = None if also is None else b.new_zeros(b.shape[0], also.shape[-1])
     for piece in a.arrivals():
         flat = piece.rows.flatten(0, -2)
@@ -47,7 +61,9 @@ def ab_arriving(
 
 def atb_arriving(a: Transfer, c: Tensor) -> Tensor:
     """``a[..., P]^T c[..., Q] -> b[P, Q]``, in rounds: this row's share of it."""
-    b = c.new_zeros(a.whole.out.shape[-1], c.shape[-1])
+    if not a.pieces:
+        return a.value().flatten(0, -2).t() @ c.flatten(0, -2)
+    b = c.new_zeros(a.shape[-1], c.shape[-1])
     for piece in a.arrivals():
         b.addmm_(piece.rows.flatten(0, -2).t(), piece.of(c))
     return b
@@ -66,6 +82,10 @@ def abt_leaving(
         others: ``[..., P]``, this rank's sum of further terms.
     """
     dim, sizes, axis = shards
+    if axis.fuses_shards(sizes) and others is None:
+        return _fused_leaving(terms, shards, bias)
+    if axis.moves_evenly(sizes):
+        return scatter_evenly(_sum_of(terms, bias, others), dim, axis)
     c, b = terms[0]
     rest, features = [n for d, n in enumerate(c.shape[:-1]) if d != dim], b.shape[0]
     mine = [*c.shape[:dim], sizes[axis.index], *c.shape[dim + 1 : -1], features]
@@ -103,3 +123,30 @@ def abt_leaving(
         return total.value()
 
     return Pending(None, (), finish)
+
+
+def _sum_of(
+    terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, others: Tensor | None
+) -> Tensor:
+    """This rank's part of the sum, in the order of the tokens."""
+    (c, b), *more = terms
+    total = c @ b.t()
+    for c, b in more:
+        total = total + c @ b.t()
+    for addend in (bias, others):
+        total = total if addend is None else total + addend
+    return total
+
+
+def _fused_leaving(
+    terms: Sequence[tuple[Tensor, Tensor]], shards: Shards, bias: Tensor | None
+) -> Pending:
+    """:func:`abt_leaving` by one operator, of all terms side by side."""
+    dim, _, axis = shards
+    adding = None if bias is None else all_reduce(bias, axis)
+    (c, b), *more = terms
+    if more:
+        c = torch.cat([c for c, _ in terms], -1)
+        b = torch.cat([b for _, b in terms], -1)
+    total = fused_matmul_reduce_scatter(c, b.t(), "sum", dim, axis.group)
+    return Pending(total if adding is None else total + adding.wait())

@@ -58,7 +58,11 @@ def backward(
     summing = reducing = weight_grad = None
     # What is on its way beside the weight's gradient is this node's own transfer, and beside
     # that gradient's is the other product.
-    if arriving is not None:
+    dx = dw = db = None
+    if arriving is not None and arriving.waits_for_product and needs.x:
+        dx, partial = ab_arriving(arriving, moving.wait(), also=x if needs.weight else None)
+        grad = arriving.value()
+    elif arriving is not None:
         partial = atb_arriving(arriving, x) if needs.weight else None
         grad = arriving.value()
     else:
@@ -70,10 +74,9 @@ def backward(
     if state and needs.bias:
         mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
         reducing = op.sum_of_bias(mine.flatten(0, -2).sum(0))
-    dx = dw = db = None
     if summing is not None:
         dx = summing.wait()
-    elif needs.x:
+    elif needs.x and dx is None:
         dx = grad @ moving.wait()
     # Waited for here: a gradient still under way breaks compile and may be read too early.
     if weight_grad is not None:

@@ -14,7 +14,7 @@ from ...comm import move
 from ...mesh.grid import describe_mesh
 from ...ops.attention import Heads, Order, Spec, gathered, ring
 from ...ops.attention.block import attend_to_all, repeat_heads
-from ...ops.dropout import drop, dropped
+from ...ops.dropout import dropout
 from ..masks import next_key
 from ..module_kinds import describe_module
 from .blocks import SEQUENCE, two_phase_on
@@ -100,7 +100,7 @@ class Call:
         if self.runner.row_dim == 0:
             first = sum(row.split(self.tokens.extent(0))[: row.index])
 
-        def dropout(weights: Tensor) -> Tensor:
+        def drop(weights: Tensor) -> Tensor:
             size, count, queries, keys = weights.shape
             device = weights.device
             at, seen = (torch.arange(length, device=device) for length in (queries, keys))
@@ -111,9 +111,9 @@ class Call:
                     seen = order.positions(None, device)
             batch = torch.arange(first, first + size, device=device)
             own = torch.arange(heads.first, heads.first + count, device=device)
-            return drop(weights, dropped(key, p, [batch, own, at[:queries], seen]), p)
+            return dropout(weights, key, p, [batch, own, at[:queries], seen])
 
-        return dropout
+        return drop
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         """What the module gets for ``torch.nn.functional.dropout``."""

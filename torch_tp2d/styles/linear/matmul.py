@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ..._torch_compat import fuses_products
+from ...comm.groups import sends
 from ...mesh import layouts
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import STATIONARY, TP_COL
@@ -77,6 +79,13 @@ class MatmulStyle(MatmulOptions):
                 f"{self.algorithm!r} is a schedule for moving the weight, but "
                 f'dataflow="{STATIONARY}" moves none: use algorithm="auto" or '
                 f'dataflow="{self.rule.dataflow}"'
+            )
+        device = grid.mesh.device_type
+        if self.algorithm == "fused" and sends(grid.mesh) and not fuses_products(device):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: algorithm 'fused' "
+                f"multiplies in symmetric memory, for which torch has no operators on {device}: "
+                f'use algorithm="pipelined"'
             )
         algorithm = ALGORITHMS[self.algorithm] if self.algorithm != "auto" else None
         if algorithm is not None and algorithm.SQUARE and grid.row.size != grid.col.size:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ...mesh import layouts
 from ...mesh.grid import Grid
 from ...mesh.layouts import STATIONARY, Layout, MatmulRule, as_layout
-from ...ops.matmul import ALGORITHMS
+from ...ops.matmul import ALGORITHMS, IN_ROUNDS
 from ..base import GridStyle, LayoutLike
 from ..boundary import Entry, Exit
 from ..module_kinds import embeds, is_conv1d, is_patch_embedding
@@ -57,7 +57,7 @@ class MatmulOptions(GridStyle):
         self.algorithm = algorithm
         self.use_local_output = use_local_output
         whole_input = isinstance(self.rule.input_col, Replicate)
-        if regather_input and not (whole_input and algorithm in ("auto", "pipelined")):
+        if regather_input and not (whole_input and algorithm in ("auto", *IN_ROUNDS)):
             raise ValueError(
                 f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
                 f'backward: regather_input is for Colwise2D with "pipelined", leave it out'
@@ -133,7 +133,10 @@ class MatmulOptions(GridStyle):
     def entry(self, grid: Grid, takes: Layout, features: int) -> Entry:
         """Where the input of an op that takes it in that layout enters."""
         certain = layouts.is_pair(self.given_layouts[0])
-        return Entry(grid, self.input_layouts, takes, self.row_dim, features, certain=certain)
+        fuses = self.algorithm == "fused"
+        return Entry(
+            grid, self.input_layouts, takes, self.row_dim, features, certain=certain, fuses=fuses
+        )
 
     def exit(self, grid: Grid, gives: Layout, features: int) -> Exit:
         """Where the result of an op that gives it in that layout leaves."""

@@ -15,7 +15,7 @@ from ...mesh import layouts
 from ...mesh.grid import Grid
 from ...mesh.layouts import STATIONARY, Layout
 from ...ops import matmul
-from ...ops.matmul import ALGORITHMS, Call, Cut, LinearOp, Shards, linear2d
+from ...ops.matmul import ALGORITHMS, IN_ROUNDS, Call, Cut, LinearOp, Shards, linear2d
 from ...ops.matmul.call import low_precision
 from ...ops.matmul.cut import Algorithm
 from ...ops.matmul.pipelined import takes_deferred_grad
@@ -89,7 +89,9 @@ class LinearRunner(_OpRunner):
             regather_input=style.regather_input,
         )
         self.dataflow, self.algorithm = style.rule.dataflow, name
-        self.in_rounds = name == "pipelined"
+        self.in_rounds = name in IN_ROUNDS
+        self.axis = replace(grid.col, fuses=name == "fused")
+        grid.context.fuses |= self.axis.fuses
         self.may_reshard = reshard is None and keeps
         self.row_dim = style.row_dim
         self.resharding = replace(self.op, keep_weight=False)
@@ -188,7 +190,7 @@ class LinearRunner(_OpRunner):
             return None
         if not isinstance(col, Shard) or col.dim == len(shape) - 1 or row != self.exit.have[0]:
             return None
-        return Shards(col.dim, self.grid.col.split(shape[col.dim]), self.grid.col)
+        return Shards(col.dim, self.axis.split(shape[col.dim]), self.axis)
 
 
 class StationaryRunner(_OpRunner):
