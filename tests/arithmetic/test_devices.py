@@ -543,7 +543,7 @@ class TestOverlap(TestCase):
             _block_on(4, 4),
             """\
 default    forward  270 MiB, 0.0 % exposed; 0.32 ms waiting, 2.92 ms computing
-default    backward 348 MiB, 0.0 % exposed; 0.10 ms waiting, 5.84 ms computing
+default    backward 348 MiB, 0.0 % exposed; 0.18 ms waiting, 5.84 ms computing
 collective forward  270 MiB, 100.0 % exposed; 2.28 ms waiting, 2.92 ms computing
 collective backward 348 MiB, 55.2 % exposed; 0.73 ms waiting, 5.84 ms computing
 FSDP2 x TP forward  270 MiB, 71.1 % exposed; 0.71 ms waiting, 2.92 ms computing
@@ -556,9 +556,9 @@ FSDP2 x TP backward 348 MiB, 55.2 % exposed; 0.73 ms waiting, 5.84 ms computing"
             _block_on(8, 8),
             """\
 default    forward  270 MiB, 0.0 % exposed; 0.73 ms waiting, 1.46 ms computing
-default    backward 270 MiB, 0.0 % exposed; 0.40 ms waiting, 2.92 ms computing
+default    backward 315 MiB, 0.0 % exposed; 0.44 ms waiting, 2.92 ms computing
 collective forward  270 MiB, 100.0 % exposed; 1.76 ms waiting, 1.46 ms computing
-collective backward 270 MiB, 83.1 % exposed; 0.86 ms waiting, 2.92 ms computing
+collective backward 315 MiB, 71.1 % exposed; 0.87 ms waiting, 2.92 ms computing
 FSDP2 x TP forward  270 MiB, 83.1 % exposed; 0.82 ms waiting, 1.46 ms computing
 FSDP2 x TP backward 315 MiB, 71.1 % exposed; 0.84 ms waiting, 2.92 ms computing""",
         )
@@ -571,20 +571,20 @@ FSDP2 x TP backward 315 MiB, 71.1 % exposed; 0.84 ms waiting, 2.92 ms computing"
                 f"{name:28} {one.exposed:6} of {one.received:6} B" for name, one in seen.items()
             ),
             """\
-llama                          3044 of  20900 B
-llama pipelined                2944 of  25408 B
-llama collective              20384 of  25408 B
-llama odd                     25360 of  84544 B
-qwen2                          3044 of  21028 B
-gpt2                           6116 of  32100 B
-gpt2 odd                      12400 of  31216 B
-bert                           7952 of  30868 B
-t5                             5632 of  60992 B
-swin                         384412 of 494148 B
-llama rows split sequences    30764 of  84764 B
-gpt2 rows split sequences     12724 of  39732 B
-bert rows split sequences     14036 of  34392 B
-t5 rows split sequences       21940 of  71412 B
-whole streams                 13920 of  26560 B
-whole logits                   9184 of  35168 B""",
+llama                          3044 of  24740 B
+llama pipelined                3488 of  29792 B
+llama collective              20384 of  29792 B
+llama odd                     25720 of  93544 B
+qwen2                          3044 of  24868 B
+gpt2                           6116 of  34660 B
+gpt2 odd                      12232 of  33928 B
+bert                           8496 of  35252 B
+t5                             6176 of  70752 B
+swin                         384604 of 568068 B
+llama rows split sequences    31124 of  93764 B
+gpt2 rows split sequences     12244 of  42836 B
+bert rows split sequences     14580 of  38776 B
+t5 rows split sequences       22484 of  81172 B
+whole streams                 14464 of  30944 B
+whole logits                   9184 of  37728 B""",
         )

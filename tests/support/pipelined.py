@@ -159,6 +159,8 @@ LETTERS = {
     "mm": "x",
     "addmm": "x",
     "addmm_": "x",
+    "bmm": "x",
+    "baddbmm": "x",
     "native_layer_norm": "n",
 }
 """Transfers started (gather, send to each other, reduce), awaited, products, and norms."""

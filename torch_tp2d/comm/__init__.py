@@ -24,10 +24,12 @@ from .transfers import (
     broadcast,
     gather_evenly,
     gather_others,
+    gather_shards,
     reduce,
     reduce_from_others,
     reduce_scatter,
     scatter_evenly,
+    scatter_shards,
     shift,
 )
 from .transport import GLOO, NCCL, Transport, transport_of
@@ -46,6 +48,7 @@ __all__ = [
     "broadcast",
     "gather_evenly",
     "gather_others",
+    "gather_shards",
     "link_of",
     "move",
     "only_own",
@@ -55,6 +58,7 @@ __all__ = [
     "reshard_fused",
     "reshard_fused_grad",
     "scatter_evenly",
+    "scatter_shards",
     "set_link_rate",
     "shift",
     "transport_of",

@@ -26,10 +26,12 @@ __all__ = [
     "exchange",
     "gather_evenly",
     "gather_others",
+    "gather_shards",
     "reduce",
     "reduce_from_others",
     "reduce_scatter",
     "scatter_evenly",
+    "scatter_shards",
     "shift",
 ]
 
@@ -191,8 +193,6 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
 def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     """:func:`all_gather` along the first dim without this rank's own rows, and not cut.
 
-    Where the transport does not spare them they come too, and are left out of the result.
-
     Args:
         x: this rank's rows, ``counts[axis.index]`` of them.
 
@@ -203,16 +203,6 @@ def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     there = [sum(without_own(counts, axis)), *rest]
     if max(counts) * math.prod(rest) == 0:
         return Pending(x.new_empty(there))
-    before, mine = sum(counts[: axis.index]), counts[axis.index]
-    if not axis.transport.spares_own:
-        gathering = all_gather(x, 0, counts, axis)
-
-        def others(_: list[Tensor]) -> Tensor:
-            rows = gathering.wait()
-            after = rows[before + mine :]
-            return torch.cat([rows[:before], after]) if before else after
-
-        return Pending(None, (), others)
     # A copy, as in all_gather.
     sent = x.clone(memory_format=torch.contiguous_format).view(-1)
     sends = without_own([sent.numel()] * axis.size, axis)
@@ -225,8 +215,6 @@ def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
 def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     """:func:`reduce_scatter` of the first dim without this rank's own term, and not cut.
 
-    Where the transport does not spare it zeros are sent in its place.
-
     Args:
         x: this rank's terms of the others' sums, ``[sum(without_own(counts, axis)), ...]``.
 
@@ -237,10 +225,6 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     mine = counts[axis.index]
     if max(counts) * math.prod(rest) == 0:
         return Pending(x.new_empty([mine, *rest]))
-    if not axis.transport.spares_own:
-        before = sum(counts[: axis.index])
-        zeros = x.new_zeros([mine, *rest])
-        return reduce_scatter(torch.cat([x[:before], zeros, x[before:]]), 0, counts, axis)
     sends = [count * math.prod(rest) for count in without_own(counts, axis)]
     receives = without_own([mine * math.prod(rest)] * axis.size, axis)
     sent = x.contiguous().view(-1)
@@ -251,6 +235,44 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
         return terms[0] if axis.size == 2 else terms.sum(0)
 
     return Pending(None, [start], finish)
+
+
+def gather_shards(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
+    """Every rank's shard as it lies, in one buffer.
+
+    Args:
+        x: this rank's, ``sizes[axis.index]`` long in ``dim``.
+
+    Returns:
+        ``[ranks, *the longest shard]``; the others end somewhere before.
+    """
+    shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
+    if math.prod(shape) == 0:
+        return Pending(x.new_empty([axis.size, *shape]))
+    if x.shape[dim] < max(sizes):
+        sent = x.new_zeros(shape)
+        sent.narrow(dim, 0, x.shape[dim]).copy_(x)
+    else:
+        # A copy, as in all_gather.
+        sent = x.clone(memory_format=torch.contiguous_format)
+    sent = sent.unsqueeze(0)
+    start = partial(_c10d.all_gather_into_tensor.default, sent, axis.size, axis.group)
+    return Pending(None, [start], _only)
+
+
+def scatter_shards(x: Tensor, axis: Axis) -> Pending:
+    """The sum over the axis of what every rank has for this one.
+
+    Args:
+        x: ``[ranks, *shard]``, contiguous; not to be written into any more.
+
+    Returns:
+        ``[*shard]``.
+    """
+    if x.numel() == 0:
+        return Pending(x.new_empty(x.shape[1:]))
+    start = partial(_c10d.reduce_scatter_tensor.default, x, "sum", axis.size, axis.group)
+    return Pending(None, [start], lambda wires: wires[0][0])
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:

@@ -27,11 +27,10 @@ class Transport:
         own_groups: the backend of the process groups that axes get for themselves; None where they
             send on the mesh's (:mod:`torch_tp2d.comm.groups`).
         cuts: whether large transfers are cut in pieces, by the rate of the link
-            (:mod:`torch_tp2d.comm.axis`); ``pipelined`` has one round for each, else one alone.
+            (:mod:`torch_tp2d.comm.axis`), with one round of ``pipelined`` for each, and what a rank
+            has itself is left off the wire; else they are whole shards, in one buffer.
         exchanges_sums: whether a reduce-scatter is an exchange of shards and a sum of them here,
             rather than the backend's own.
-        spares_own: whether what a rank has of a gather, or keeps of a sum, is left off the wire's
-            buffers; else what is gathered of it is not used, and zeros stand for it in the sum.
         keeps_gathered: whether a Linear that is not told keeps a gathered weight for backward,
             where that is no larger than its input; else it gathers it again, as FSDP2 does.
         goes_by_rates: whether links are measured, for ``"auto"`` to choose algorithm and dataflow
@@ -42,7 +41,6 @@ class Transport:
     own_groups: str | None
     cuts: bool
     exchanges_sums: bool
-    spares_own: bool
     keeps_gathered: bool
     goes_by_rates: bool
 
@@ -54,8 +52,6 @@ GLOO = Transport(
     cuts=True,
     # gloo's own costs as much as an all-reduce (measured, see benchmarks).
     exchanges_sums=True,
-    # gloo copies it.
-    spares_own=True,
     # Memory there is; that a second gather hides as well as the first was not seen.
     keeps_gathered=True,
     goes_by_rates=True,
@@ -66,7 +62,6 @@ NCCL = Transport(
     own_groups=None,
     cuts=False,
     exchanges_sums=False,
-    spares_own=False,
     keeps_gathered=False,
     goes_by_rates=False,
 )

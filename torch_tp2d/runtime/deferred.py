@@ -26,7 +26,16 @@ from .._torch_compat import (
     make_wrapper_subclass,
     tree_map_only,
 )
-from ..comm import Axis, Pending, all_gather, gather_evenly, gather_others, only_own, without_own
+from ..comm import (
+    Axis,
+    Pending,
+    all_gather,
+    gather_evenly,
+    gather_others,
+    gather_shards,
+    only_own,
+    without_own,
+)
 
 __all__ = [
     "Again",
@@ -150,14 +159,23 @@ class Transfer:
         self.waits_for_product = axis.fuses_shards(sizes)
         self.comes_whole = self.waits_for_product or axis.moves_evenly(sizes)
         """Not in pieces: it is for :meth:`multiply`."""
+        self._in_shards = not (axis.transport.cuts or self.comes_whole) and axis.own_apart
         self._coming: Pending | None = None
         if not self.waits_for_product:
             self._start(x)
+
+    @property
+    def brings_shards(self) -> bool:
+        """Whether its pieces, not taken yet, are each rank's shard as it lies, this one's first."""
+        return self._in_shards and self._coming is not None
 
     def _start(self, x: Tensor) -> None:
         dim, sizes, axis = self.again.along
         if axis.moves_evenly(sizes):
             self._coming = gather_evenly(x, dim, axis)
+            return
+        if self._in_shards:
+            self._coming = gather_shards(x, dim, sizes, axis)
             return
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         own_apart = axis.own_apart
@@ -190,13 +208,31 @@ class Transfer:
             self._start(self.shard)
         if self._coming is not None:
             coming, self._coming = self._coming, None
-            self.whole.give(coming.wait(if_used=if_used))
+            if self._in_shards:
+                yield from self._shards(coming)
+            else:
+                self.whole.give(coming.wait(if_used=if_used))
         while self.pieces:
             start, counts, at, pending = self.pieces.popleft()
             rows = pending.wait(if_used=if_used)
             piece = Piece(self.dim, self.offsets, start, counts, rows, at)
             piece.put(rows, self.whole)
             yield piece
+
+    def _shards(self, coming: Pending) -> Iterator[Piece]:
+        dim, sizes, axis = self.again.along
+        assert self.shard is not None
+        yield Piece(dim, self.offsets, 0, only_own(sizes, axis), self.shard, dim)
+        there = coming.wait()
+        shards = [x.narrow(dim, 0, n) for x, n in zip(there.unbind(), sizes, strict=True)]
+        even = len(set(sizes)) == 1
+        self.whole.give(
+            there.movedim(0, dim).flatten(dim, dim + 1) if even else torch.cat(shards, dim)
+        )
+        for rank, shard in enumerate(shards):
+            if rank != axis.index and sizes[rank]:
+                counts = tuple(n if at == rank else 0 for at, n in enumerate(sizes))
+                yield Piece(dim, self.offsets, 0, counts, shard, dim)
 
     def value(self, *, if_used: bool = False) -> Tensor:
         """The whole, when all of it is there."""
@@ -240,6 +276,13 @@ class Piece:
     def of(self, other: Tensor) -> Tensor:
         """The same rows of another tensor that is as long in the dim, ``[tokens, features]``."""
         return rows_of(other, self.dim, self.offsets, self.start, self.counts, self.at)
+
+    def place_in(self, out: Tensor) -> Tensor:
+        """Where in ``out`` belongs what is made of one rank's rows."""
+        [(offset, count)] = [
+            (at, count) for at, count in zip(self.offsets, self.counts, strict=True) if count
+        ]
+        return out.narrow(self.dim, offset + self.start, count)
 
     def put(self, rows: Tensor, out: Assembly) -> None:
         """Write what was made of the piece's rows to their places in ``out``."""

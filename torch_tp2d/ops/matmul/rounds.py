@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from ...comm import (
     reduce_from_others,
     reduce_scatter,
     scatter_evenly,
+    scatter_shards,
     without_own,
 )
+from ...runtime.context import selective_region
 from ...runtime.deferred import Assembly, Transfer, rows_of
 from .call import Shards
 
@@ -41,6 +44,8 @@ def ab_arriving(
         c = a.multiply(b)
         second = None if also is None else a.value().flatten(0, -2).t() @ also.flatten(0, -2)
         return c if bias is None else c + bias, second
+    if isinstance(a, Transfer) and a.brings_shards:
+        return _ab_of_shards(a, b, bias, also)
     if isinstance(a, Transfer) and not a.pieces:
         a = a.value()
     if isinstance(a, Tensor):
@@ -86,6 +91,8 @@ def abt_leaving(
         return _fused_leaving(terms, shards, bias)
     if axis.moves_evenly(sizes):
         return scatter_evenly(_sum_of(terms, bias, others), dim, axis)
+    if not axis.transport.cuts and axis.own_apart:
+        return _abt_to_shards(terms, shards, bias)
     c, b = terms[0]
     rest, features = [n for d, n in enumerate(c.shape[:-1]) if d != dim], b.shape[0]
     mine = [*c.shape[:dim], sizes[axis.index], *c.shape[dim + 1 : -1], features]
@@ -123,6 +130,78 @@ def abt_leaving(
         return total.value()
 
     return Pending(None, (), finish)
+
+
+def _ab_of_shards(
+    a: Transfer, b: Tensor, bias: Tensor | None, also: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`ab_arriving` shard by shard, each product written where it belongs."""
+    c = b.new_empty([*a.shape[:-1], b.shape[1]])
+    for piece in a.arrivals():
+        if piece.rows.numel():
+            _write([(piece.rows, b)], bias, piece.place_in(c), a.dim)
+    second = None if also is None else a.value().flatten(0, -2).t() @ also.flatten(0, -2)
+    return c, second
+
+
+def _abt_to_shards(
+    terms: Sequence[tuple[Tensor, Tensor]], shards: Shards, bias: Tensor | None
+) -> Pending:
+    """:func:`abt_leaving` shard by shard, each product written where it is sent from."""
+    dim, sizes, axis = shards
+    (c, b), *_ = terms
+    shape = [*c.shape[:dim], max(sizes), *c.shape[dim + 1 : -1], b.shape[0]]
+    offsets = [0, *accumulate(sizes)]
+
+    def multiply(rank: int, place: Tensor) -> None:
+        place = place.narrow(dim, 0, sizes[rank])
+        if place.numel():
+            rows = [(x.narrow(dim, offsets[rank], sizes[rank]), w.t()) for x, w in terms]
+            _write(rows, bias, place, dim)
+
+    # Nothing of this rank's own is sent: it is computed while the rest is on its way.
+    even = min(sizes) == max(sizes)
+    sent = c.new_empty([axis.size, *shape]) if even else c.new_zeros([axis.size, *shape])
+    for rank, place in enumerate(sent.unbind()):
+        if rank != axis.index:
+            multiply(rank, place)
+        elif even:
+            place.zero_()
+    coming = scatter_shards(sent, axis)
+    own = c.new_empty(shape)
+    multiply(axis.index, own)
+    mine = sizes[axis.index]
+    # Not in place: selective checkpointing may keep what was summed.
+    return Pending(
+        None, (), lambda _: own.narrow(dim, 0, mine) + coming.wait().narrow(dim, 0, mine)
+    )
+
+
+def _write(
+    terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, place: Tensor, dim: int
+) -> None:
+    """``sum of a[..., P] b[P, Q] + bias`` into ``place[..., Q]``, a block of ``dim``."""
+    if selective_region() is not None:
+        # It keeps products that it is told to, by their names, and what writes into a tensor never.
+        total = _sum_of([(a, b.t()) for a, b in terms], bias, None)
+        place.copy_(total)
+        return
+    batch, out = math.prod(place.shape[:dim]), _matrices(place, dim)
+    for at, (a, b) in enumerate(terms):
+        x, addend = _matrices(a, dim), bias if at == 0 else out
+        if batch != 1:
+            w = b.expand(batch, *b.shape)
+            torch.bmm(x, w, out=out) if addend is None else torch.baddbmm(addend, x, w, out=out)
+        elif addend is None:
+            torch.mm(x[0], b, out=out[0])
+        else:
+            torch.addmm(addend if at == 0 else out[0], x[0], b, out=out[0])
+
+
+def _matrices(x: Tensor, dim: int) -> Tensor:
+    """``x[..., P]`` as ``[batch, tokens, P]``, where ``dim`` is the first of the tokens' dims."""
+    *tokens, features = x.shape
+    return x.reshape(math.prod(tokens[:dim]), math.prod(tokens[dim:]), features)
 
 
 def _sum_of(
