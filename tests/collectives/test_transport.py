@@ -120,10 +120,10 @@ def test_the_order_of_events() -> None:
 
     Both weights are gathered ahead (``GG``). A rank's own rows are multiplied while the others'
     travel, of the input (``g.x.x``, the first wait being the weight's), of its gradient
-    (``gx.xx``, the last being the weight's gradient) and of a sum (``xsx.``). The sums for bias and weight leave (``RS``) before the
-    input's gradient is multiplied, and the other weight's is multiplied (``Rx``) and sent (``S``)
-    as on gloo. If nothing is said, weights are gathered again in backward, as FSDP2 does, both at
-    its beginning (``GgG``).
+    (``gx.xx``, the last product being the weight's gradient) and of a sum (``xsx.``). The sums for
+    bias and weight leave (``RS``) before the input's gradient is multiplied, and the other weight's
+    is multiplied (``Rx``) and sent (``S``) as on gloo. If nothing is said, weights are gathered
+    again in backward, as FSDP2 does, both at its beginning (``GgG``).
     """
     for events in off_gloo(4, _order, None):
         assert events == (
