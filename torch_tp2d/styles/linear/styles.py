@@ -66,23 +66,25 @@ class Colwise2D(MatmulStyle):
             rates or tokens are not known, under ``torch.compile`` and for an algorithm named
             below, which moves the weight, it is the style's own. An embedding's weight never
             moves, whatever the dataflow.
-        algorithm: ``"auto"``, ``"pipelined"``, ``"collective"``, ``"summa"``, ``"bmr"`` or
-            ``"cannon"``; the last two need a square grid. ``"auto"`` is ``"pipelined"``, but
-            for ``"collective"`` where links are measured (gloo) and transfers take less time than
-            rounds cost. A weight that stays takes ``"auto"`` and ``"collective"`` only.
+        algorithm: ``"auto"``, ``"pipelined"``, ``"collective"``, ``"fused"``, ``"summa"``,
+            ``"bmr"`` or ``"cannon"``; the last two need a square grid, and ``"fused"`` a device on
+            which torch sends and multiplies in one operator: GPUs. ``"auto"`` is ``"pipelined"``,
+            but for ``"collective"`` where links are measured (gloo) and transfers take less time
+            than rounds cost. A weight that stays takes ``"auto"`` and ``"collective"`` only.
         reshard_after_forward: free the gathered weight after forward and gather it again in
             backward (True), or keep it (False): 1/C of the weight more memory, a third less
             weight traffic. None (default) gathers it again on NCCL, as FSDP2 does; on gloo only
             where it is larger than the input that is kept beside it, in a model whose embedding is
             on the mesh too. Only
-            ``"pipelined"`` and ``"collective"`` gather a weight.
+            ``"pipelined"``, ``"fused"`` and ``"collective"`` gather a weight.
         regather_input: gather an input that is split by tokens over ``tp_col`` again for
             backward instead of keeping it: 1/N of it is kept, not 1/R, and it travels three times
-            instead of twice. With ``"pipelined"`` in eager; q, k and v share it.
+            instead of twice. With ``"pipelined"`` and ``"fused"`` in eager; q, k and v share it.
         reduce_dtype: in which the gradients of weight and bias are summed over ``tp_row``, as in
             FSDP2's ``MixedPrecisionPolicy``: ``torch.float32`` for products in bf16, at twice the
-            bytes of these sums. None (default) is the dtype of the products. With ``"pipelined"``
-            and ``"collective"``; micro-batches under :class:`~torch_tp2d.no_sync` add up in it too.
+            bytes of these sums. None (default) is the dtype of the products. With
+            ``"pipelined"``, ``"fused"`` and ``"collective"``; micro-batches under
+            :class:`~torch_tp2d.no_sync` add up in it too.
         grad_layouts: layout of the gradient that comes back for a local output, where that is
             not the output's own. The default is right for a head that is whole everywhere
             (every rank computes the same loss: Replicate) and for positions (replicated along
@@ -102,8 +104,8 @@ class Colwise2D(MatmulStyle):
     Raises:
         TypeError: when applied to another kind of module, or to integer weights.
         ValueError: for an unknown option, a mesh that is not ``("tp_row", "tp_col")``, a square
-            algorithm on an oblong grid, an algorithm that moves a weight that is to stay, or
-            parameters that are on another mesh already.
+            algorithm on an oblong grid, ``"fused"`` where torch has no operators, an algorithm
+            that moves a weight that is to stay, or parameters that are on another mesh already.
 
     Source: TP2D (doi 10.11992/tis.202411023), section 2; our count of what moves is
     ``(C-1)/C * M/R * K + (R-1)/R * K*N/C`` elements received per device in forward, and
