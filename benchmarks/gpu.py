@@ -7,7 +7,8 @@ On the devices that there are (2 to 8 of one node; CPUs and gloo where there are
 script):
 
 parity   a small Llama 2 in fp64 on every grid of the ranks, beside one device: the largest
-         relative difference of its loss and of any gradient. Beyond 1e-10 the exit status is 1.
+         relative difference of its loss and of any gradient; on GPUs with fused products, too.
+         Beyond 1e-10 the exit status is 1.
 times    a training step (forward and backward) of GPT blocks in bf16: every grid of ours beside
          the stock plans of ``variants.py`` as a careful user would run them, weights kept and
          gathered again, each by itself, the median of its steps, in two rounds of other orders; and
@@ -58,6 +59,7 @@ from variants import (
 import torch_tp2d
 
 ROOT = Path(__file__).resolve().parents[1]
+FUSED = f"{OURS}:fused"
 STOCK = ("tp-input", "tp-sp", *FSDP_PLANS)
 TOLERANCE = 1e-10
 WARM_UP, STEPS = 3, 8
@@ -76,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def parity(device: torch.device, grid: tuple[int, int]) -> float:
+def parity(device: torch.device, grid: tuple[int, int], algorithm: str) -> float:
     """The largest relative difference of loss and gradients from one device's."""
     sys.path.insert(0, str(ROOT / "tutorials"))
     from llama2 import Llama2, Llama2Config
@@ -86,7 +88,11 @@ def parity(device: torch.device, grid: tuple[int, int]) -> float:
     reference = Llama2(config).double().to(device)
     model = Llama2(config).double().to(device)
     mesh = init_device_mesh(device.type, grid, mesh_dim_names=("tp_row", "tp_col"))
-    torch_tp2d.parallelize_module(model, mesh, llama2_2d())
+    plan = llama2_2d()
+    for key, style in plan.items():
+        if key.startswith("layers.") and hasattr(style, "algorithm"):
+            style.algorithm = algorithm
+    torch_tp2d.parallelize_module(model, mesh, plan)
     ids = torch.randint(0, 515, (2, 9, 33), generator=torch.Generator().manual_seed(0)).to(device)
     wanted = F.cross_entropy(reference(ids[0]).flatten(0, 1), ids[1].flatten())
     loss = torch_tp2d.cross_entropy(model(ids[0]), ids[1])
@@ -110,10 +116,13 @@ def variants(sizes: Sizes, grids: list[tuple[int, int]]) -> Iterator[tuple[str, 
                     )[0],
                 )
     for grid in grids:
-        yield (
-            titled(OURS, grid),
-            lambda grid=grid: build_grid(OURS, fresh_model(sizes), global_input(sizes), grid),
-        )
+        for name in (OURS, FUSED) if grid[1] > 1 else (OURS,):
+            yield (
+                titled(name, grid),
+                lambda name=name, grid=grid: build_grid(
+                    name, fresh_model(sizes), global_input(sizes), grid
+                ),
+            )
 
 
 def synchronize(device: torch.device) -> None:
@@ -213,9 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     report["parity"] = {}
     for grid in grids_of(world):
-        worst = largest_over_ranks([parity(device, grid)])[0]
-        report["parity"]["x".join(map(str, grid))] = worst
-        say(f"parity on {grid[0]}x{grid[1]}: {worst:.1e}")
+        for algorithm in ("auto", "fused") if device.type == "cuda" else ("auto",):
+            worst = largest_over_ranks([parity(device, grid, algorithm)])[0]
+            name = "x".join(map(str, grid)) + (" fused" if algorithm == "fused" else "")
+            report["parity"][name] = worst
+            say(f"parity on {name}: {worst:.1e}")
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = Sizes(args.layers, args.hidden, args.heads, args.batch, args.seq, device.type, dtype)

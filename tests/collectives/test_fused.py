@@ -14,9 +14,10 @@ import pytest
 from torch import nn
 
 from support import compiled, pipelined, world
+from support.async_tp import FusedRecorder, Unfused
 from support.marks import deep
 from support.models import grid_mesh
-from support.symmetric import NAMES, Calls, FusedRecorder, Unfused, on_cpu
+from support.symmetric import NAMES, Calls, on_cpu
 from torch_tp2d import Colwise2D, parallelize_module, token_sizes
 
 TOLERANCE = 1e-12

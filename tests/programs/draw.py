@@ -13,7 +13,7 @@ __all__ = ["DEEP_GRIDS", "GRIDS", "programs"]
 GRIDS = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
 DEEP_GRIDS = (*GRIDS, (2, 3), (3, 2), (2, 4), (3, 3))
 
-_ALGORITHMS = ("auto", "collective", "pipelined", "summa", "bmr", "cannon")
+_ALGORITHMS = ("auto", "collective", "pipelined", "fused", "summa", "bmr", "cannon")
 _bool = st.booleans()
 _sizes = st.sampled_from((8, 4, 5, 6, 3, 9, 1, 2))
 

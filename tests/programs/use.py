@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torch_tp2d
 from support.models import noise
+from support.symmetric import on_cpu
 from torch_tp2d import planner
 from torch_tp2d.runtime.context import context_of
 
@@ -59,6 +60,8 @@ def mesh_of(grid: tuple[int, int], dp: int, embeds: bool) -> DeviceMesh:
 
 def play(program: Program) -> list[str]:
     """What differs from one device, in words; raises what the program raises."""
+    # A CPU has no operators of its own for "fused".
+    on_cpu()
     planner.assume(_RATES if program.rates else None)
     try:
         player = _Player(program)
