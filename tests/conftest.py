@@ -23,11 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--deep"):
-        return
+    skipped = {} if config.getoption("--deep") else {"deep": "slow: run with --deep"}
+    if os.environ.get("TP2D_TRANSPORT"):
+        skipped["gloo"] = "about gloo's transport"
     for item in items:
-        if "deep" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow: run with --deep"))
+        for mark in skipped.keys() & item.keywords:
+            item.add_marker(pytest.mark.skip(reason=skipped[mark]))
 
 
 @pytest.fixture(scope="module", autouse=True)

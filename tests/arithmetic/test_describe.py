@@ -91,6 +91,7 @@ def _predicts(rows: int, columns: int, plan: Any) -> list[str]:
     return wrong
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("rows,columns", [(1, 2), deep(2, 2), deep(4, 1), deep(1, 4)])
 def test_bytes_predicted_are_bytes_counted(rows: int, columns: int) -> None:
     """By axis and collective, on every rank, beside a real process group that stays as it was."""

@@ -74,6 +74,7 @@ def _measured() -> tuple[Any, bool]:
     return tuple(runner.rates), again is runner.rates
 
 
+@pytest.mark.gloo
 def test_rates_are_measured_once_and_agreed_on() -> None:
     answers = world.run(4, _measured)
     assert len(set(answers)) == 1

@@ -39,6 +39,7 @@ def _pieces_by_rate() -> list[int]:
     return counted
 
 
+@pytest.mark.gloo
 def test_a_fast_link_takes_larger_pieces() -> None:
     for counted in world.run(4, _pieces_by_rate):
         assert counted == [8, 8, 4, 4]
@@ -105,6 +106,7 @@ def _workers() -> None:
         assert whole.numel() in (8, 16) and (mine + index // 3 == whole.view(-1, 4)).all(1).any()
 
 
+@pytest.mark.gloo
 def test_each_axis_has_one_worker_on_gloo() -> None:
     """Two workers of one group freed a string twice (``groups.py``), once in some hundred steps.
 

@@ -105,6 +105,7 @@ def test_inputs_gathered_again_are_not_kept() -> None:
     assert set(world.run(4, regathered)) == {(0, 4 * 1536)}
 
 
+@pytest.mark.gloo
 def test_the_order_of_events() -> None:
     """Both rounds of a gather are under way before anything is multiplied, and so on.
 
@@ -177,6 +178,7 @@ def _order_resharded() -> tuple[str, str, str, str]:
     return order_of_events(reshard_after_forward=True)
 
 
+@pytest.mark.gloo
 def test_the_order_of_events_when_weights_are_gathered_again() -> None:
     """Backward: the last weight's gather starts with the gradient's, and so does the next one's.
 
@@ -216,6 +218,7 @@ def _order_of_two_layers() -> tuple[str, str]:
     return forward, backward
 
 
+@pytest.mark.gloo
 def test_what_is_not_urgent_travels_when_nothing_urgent_does() -> None:
     """Gathers of weights to come, and sums of parameters' gradients.
 

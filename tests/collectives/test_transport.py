@@ -54,6 +54,7 @@ def _collectives() -> tuple[set[str], set[bool]]:
     return {op for _, op in counter.calls}, {axis.group in own for axis in axes[:4]}
 
 
+@pytest.mark.gloo
 def test_the_switch() -> None:
     assert world.run(4, _collectives) == [({"all_to_all_single"}, {False})] * 4
     assert off_gloo(4, _collectives) == [({"reduce_scatter_tensor"}, {True})] * 4
@@ -193,6 +194,7 @@ def _sent() -> tuple[int, int, bool]:
     return sum(making.calls.values()), gathers, rates is None
 
 
+@pytest.mark.gloo
 def test_a_runner_is_made_without_collectives() -> None:
     """Rates were measured in making the first that asked for them. Three gathers for each axis."""
     for made, gathers, unknown in world.run(4, _sent):

@@ -53,6 +53,7 @@ class LinearOp:
             ``y = x b^T`` with ``b = W`` (Rowwise2D).
         transposed: the module stores ``W^T`` (Hugging Face's Conv1D).
         keep_weight: keep the gathered weight for backward instead of gathering it again.
+        keep_between: keep it for the next micro-batch (:class:`~torch_tp2d.no_sync`).
         regather_input: gather the input again for backward instead of keeping it (``pipelined``).
         reduce_dtype: in which gradients are summed over the rows; None is that of the products.
     """
@@ -62,6 +63,7 @@ class LinearOp:
     gathers_input: bool
     transposed: bool
     keep_weight: bool
+    keep_between: bool = False
     regather_input: bool = False
     reduce_dtype: torch.dtype | None = None
 
@@ -152,7 +154,7 @@ class Call:
     def keep_weight(self, gathered: Tensor) -> None:
         """Keep the gathered weight for the next micro-batch."""
         kept = self.accumulation
-        if kept is not None and self.op.keep_weight and not self.op.cut.replicated:
+        if kept is not None and self.op.keep_between and not self.op.cut.replicated:
             kept.keep_weight(self.module, gathered)
 
     def keep_gradient(self, part: Tensor) -> None:

@@ -13,6 +13,7 @@ moves it; what is this module's own is when things are computed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -99,10 +100,9 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
         else:
             x.transfer.shard = None
     if not op.keep_weight and needs.x:
-        cut = op.cut
-        regather = WeightRegather(
-            call.module, weight, lambda w: prefetch(op.as_b(w), cut), call.known_context
-        )
+        # Without this one's gather, which holds the gathered weight.
+        gather = replace(call, moving=None).gather
+        regather = WeightRegather(call.module, weight, gather, call.known_context)
     state = _State(weight.shape, bias is not None, isinstance(x, Gathering), again, regather)
     return Forward((y,), (kept, b if op.keep_weight else weight), state)
 

@@ -46,6 +46,7 @@ class _OpRunner(Runner):
         algorithm: Algorithm,
         *,
         keep_weight: bool,
+        keep_between: bool = False,
         regather_input: bool = False,
     ) -> None:
         self.style = style.rule.style
@@ -65,6 +66,7 @@ class _OpRunner(Runner):
             gathers_input=gathers,
             transposed=transposed,
             keep_weight=keep_weight,
+            keep_between=keep_between,
             regather_input=regather_input,
             reduce_dtype=style.reduce_dtype,
         )
@@ -86,6 +88,7 @@ class LinearRunner(_OpRunner):
             grid,
             algorithm,
             keep_weight=keeps if reshard is None else not reshard,
+            keep_between=not reshard,
             regather_input=style.regather_input,
         )
         self.dataflow, self.algorithm = style.rule.dataflow, name
