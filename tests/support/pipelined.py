@@ -47,7 +47,8 @@ class Mix(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.touches:
             # Code of the user's that needs the gathered input itself.
-            x = x * (1 + x.square().mean(-1, keepdim=True))
+            flat = x.view(-1, x.shape[-1])
+            x = x * (1 + flat.square().mean(-1).view(*x.shape[:-1], 1))
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         return self.wo(torch.sigmoid(q) * torch.tanh(k) + v)
 

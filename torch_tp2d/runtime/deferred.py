@@ -102,7 +102,7 @@ class Assembly:
     def put(self, block: Tensor, start: int) -> None:
         """Write a block to its place, ``start`` on."""
         if block.shape == self.shape and block.is_contiguous():
-            # Else a user's view() would fail, and on ranks without tokens of their own only.
+            # Else a user's view() of what comes out would fail.
             self.give(block)
         elif torch.compiler.is_compiling():
             self._blocks.append((start, block))
