@@ -136,7 +136,12 @@ def _kernel_for(x: Tensor) -> Callable[..., Tensor]:
     Not under a dispatch mode, which would not see what a compiled function does.
     """
     plain = torch.compiler.is_compiling() or dispatch_modes() or not x.is_cuda
-    return _mask_and_drop if plain or find_spec("triton") is None else fused()
+    return _mask_and_drop if plain or not _has_triton() else fused()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @cache
