@@ -26,7 +26,7 @@ from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
 from torch_tp2d.runtime.deferred import Transfer
 
-TOLERANCE = 1e-10
+TOLERANCE = 1e-11
 GRIDS = [(2, 2), deep(4, 1), deep(1, 2), deep(3, 2)]
 
 

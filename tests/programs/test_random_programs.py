@@ -124,6 +124,12 @@ FOUND = {
         Program(grid=(2, 1), models=(Model(row_dim=1, blocks=(Attention(dropout=True),)),),
         use=(Op(size=(3, 1)), Op('backward')))
     """,
+    # A rank that neither axis gives tokens kept the stand-in of one; it raised, the others hung.
+    "what the user makes of tokens, on a rank without samples and without a sequence": """
+        Program(grid=(2, 4), models=(Model(stream='tokens', axes='tp_row', embed=Embed(vocab=2,
+        scale=3.0), norm=Norm(style='replicate', out='features', bias=False, local=False)),),
+        use=(Op(size=(5, 1)), Op('backward')))
+    """,
     # A row's stand-in was not put back where the columns have no tokens either.
     "an activation that learns, between empty rows and empty columns": """
         Program(grid=(3, 3), models=(Model(local=False, embed=Embed(positions='stock_colwise'),

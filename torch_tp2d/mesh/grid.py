@@ -268,15 +268,16 @@ class Grid:
 
     def without_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
         """Drop the token that stands in for none, see :meth:`with_stand_in`."""
-        known = self.tokens_of(x)
-        dim = self._empty_here(known, x.ndim, layout, self.row)
-        if dim is None:
-            # A style whose rows are this one's columns may have put it in.
-            dim = self._empty_here(known, x.ndim, layout, self.col)
-            if dim is None or x.shape[dim] != 1:
-                return x
+        known, tokens = self.tokens_of(x), x
+        for axis in (self.row, self.col):
+            dim = self._empty_here(known, x.ndim, layout, axis)
+            # Along the columns one whose rows they are may have put it in.
+            if dim is not None and (axis is self.row or x.shape[dim] == 1):
+                tokens = tokens.narrow(dim, 0, 0)
+        if tokens is x:
+            return x
         told = Handed(self.sizes_of(x), layout, x.ndim, self.axes, known, said_of(x).shares)
-        return hand_out(x.narrow(dim, 0, 0), told)
+        return hand_out(tokens, told)
 
     def with_stand_in(
         self,
