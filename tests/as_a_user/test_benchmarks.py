@@ -21,6 +21,7 @@ import convergence
 import gpu
 import hf_speed
 import measure
+import paper
 import plot
 import traffic
 from variants import STOCK_PLANS, Share, Sizes, build
@@ -245,6 +246,36 @@ class TestHuggingFace:
         lines = hf_speed.table({"gpt2": {"plans": plans}, "t5": {"failed": "exit status 1"}})
         assert "2.00 (1.80..2.20)" in lines and "1.84" in lines
         assert lines.endswith("exit status 1")
+
+
+class TestThePapersTables:
+    def test_what_is_shown(self) -> None:
+        """The paper's cells beside predicted ones, times as parts of TP's on as many devices."""
+        row = {"devices": 4, "fits": True, "recomputes": False, "waiting": 0.1}
+        report = {
+            "device": "rtx4090",
+            "torch": "2.13.0",
+            "table 2": [
+                {"paper": "DP=4", "devices": 4, "plan": "DP 4", "peak_bytes": 3 * 2**34},
+                {**row, "paper": "TP=4", "GB": 21.5, "hours": 118, "plan": "TP 4"}
+                | {"seconds": 8.0, "peak_bytes": 2**34},
+                {**row, "paper": "TP2D=4", "GB": 19.8, "hours": 64, "plan": "2-D 2x2"}
+                | {"seconds": 4.0, "peak_bytes": 2**33, "recomputes": True},
+                {**row, "paper": "", "plan": "FSDP2 4", "seconds": 3.0, "peak_bytes": 2**33},
+            ],
+        }
+        shown = paper.show(report)
+        assert "| 4 | DP=4 | out of memory | | DP 4, too large | 48.0 | |" in shown
+        assert "| 4 | TP2D=4 | 19.8 | 0.54 | 2-D 2x2, recomputing | 8.0 | 0.50 |" in shown
+        assert "| 4 | the fastest of all | |  | FSDP2 4 | 8.0 | 0.38 |" in shown
+
+    @pytest.mark.deep
+    def test_a_table_is_predicted(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(paper, "LARGE", (2, 64, 4))
+        assert paper.main(["--out", str(tmp_path / "paper.json"), "--table", "1"]) == 0
+        parts = json.loads((tmp_path / "paper.json").read_text())["table 1"]
+        assert parts["2-D 2x2"]["parameters"] == pytest.approx(0.25, rel=0.05)
+        assert parts["2-D 2x2"]["activations"] < parts["TP 4"]["activations"]
 
 
 class TestOnGpus:
