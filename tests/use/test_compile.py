@@ -73,6 +73,7 @@ def test_inductor_in_rounds(touches: bool) -> None:
         assert differs < TOLERANCE
 
 
+@pytest.mark.gloo
 @pytest.mark.deep
 def test_rounds_in_the_graph() -> None:
     """Here every transfer along tp_col is in two rounds (``gg``, ``ss``).
@@ -94,6 +95,7 @@ def test_rounds_in_the_graph() -> None:
         ]
 
 
+@pytest.mark.gloo
 @pytest.mark.deep
 def test_user_code_that_reads_a_gathered_input() -> None:
     """It costs no transfer; that of the gradient it has made is not in rounds."""
