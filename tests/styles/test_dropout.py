@@ -524,20 +524,23 @@ def test_a_gpu_keeps_no_mask() -> None:
     assert again.equal(drop(torch.ones_like(y), dropped(key, p, index), p))
 
 
-@deep
-def test_one_kernel_makes_mask_and_result() -> None:
-    """What a GPU is given, compiled for a CPU: any sizes, rates and keys, and no second kernel."""
+@pytest.mark.deep
+def test_compiled_dropout() -> None:
+    """What a GPU is given, compiled for a CPU: any sizes, rates and keys by the same two kernels.
+
+    Every rate dropped as many as the first one: what Dynamo saw rounded was a constant to it.
+    """
     metrics.reset()
     for seed, (p, sizes) in enumerate(
-        ((0.1, (4, 6, 8)), (0.5, (3, 7, 5)), (0.25, (9, 2, 33)), (0.1, (5, 5, 5)))
+        ((0.1, (4, 6, 8)), (0.5, (3, 7, 5)), (0.25, (9, 2, 33)), (0.0, (5, 5, 5)), (1.0, (2, 3, 4)))
     ):
         torch.manual_seed(seed)
         key, index = draw_key(), [torch.arange(2, 2 + size) for size in sizes]
-        x = torch.randn(sizes)
-        assert fused()(x, key, p, index).equal(drop(x, dropped(key, p, index), p))
-        if seed == 1:
-            kernels = metrics.generated_kernel_count
-    assert metrics.generated_kernel_count == kernels <= 2
+        for dtype in (torch.float32, torch.float64):
+            x = torch.randn(sizes, dtype=dtype)
+            wanted = drop(x, dropped(key, p, index), p)
+            torch.testing.assert_close(fused(x, key, p, index), wanted, rtol=1e-6, atol=0)
+    assert metrics.generated_kernel_count == 2 * 2, "of two dtypes"
 
 
 def test_a_key_goes_with_tensors_of_any_device() -> None:

@@ -67,6 +67,12 @@ def dropped(key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
         >>> whole = dropped(key, 0.1, [rows, columns])
         >>> assert dropped(key, 0.1, [rows[2:], columns]).equal(whole[2:])
     """
+    hashed = _hashed(key, index)
+    return hashed < _threshold(p) if p < 1 else torch.ones_like(hashed, dtype=torch.bool)
+
+
+def _hashed(key: Tensor, index: Sequence[Tensor]) -> Tensor:
+    """32 bits for each element, as likely one number as another."""
     *outer, last = index
     state = _mix(key.to(last.dtype) + _STEP)
     for positions in outer:
@@ -81,8 +87,12 @@ def dropped(key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
         # It shifts the sign in, so that h and ~h become one: 31 bits of state are left, and enough.
         h ^= h >> shift
         h *= multiplier
-    # The high bits are the best, so they are compared.
-    return h < round(p * 2**32) - 2**31 if p < 1 else torch.ones_like(h, dtype=torch.bool)
+    return h
+
+
+def _threshold(p: float) -> int:
+    """Below which elements are dropped: the high bits are the best, so they are compared."""
+    return min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def _for_each(state: Tensor) -> Tensor:
@@ -98,9 +108,8 @@ def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
 def dropout(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
     """``drop(x, dropped(key, p, index), p)``, of which a GPU keeps nothing for backward.
 
-    There one kernel makes mask and result, and another makes the mask again for the gradient. A CPU
-    keeps the mask, a byte for an element: it makes one in many steps, which take longer than to
-    read it.
+    There the mask is made as it is used (:func:`fused`), and again for the gradient. A CPU keeps
+    it, a byte for an element: it makes one in many steps, which take longer than to read it.
     """
     if x.device.type == "cpu":
         return drop(x, dropped(key, p, index), p)
@@ -126,26 +135,43 @@ class _Dropout(torch.autograd.Function):
         return recomputed(grads[0], key, ctx.p, index), None, None, *(None for _ in index)
 
 
-def _mask_and_drop(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
-    return drop(x, dropped(key, p, index), p)
-
-
 def _kernel_for(x: Tensor) -> Callable[..., Tensor]:
-    """``_mask_and_drop`` in one kernel, where it can be compiled.
+    """Makes a mask and drops by it: compiled, where it can be.
 
     Not under a dispatch mode, which would not see what a compiled function does.
     """
     plain = torch.compiler.is_compiling() or dispatch_modes() or not x.is_cuda
-    return _mask_and_drop if plain or not _has_triton() else fused()
+    return _mask_and_drop if plain or not _has_triton() else fused
+
+
+def _mask_and_drop(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
+    return drop(x, dropped(key, p, index), p)
+
+
+def fused(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
+    """``drop(x, dropped(key, p, index), p)`` in two kernels: of the rows' keys, and of the rest.
+
+    Compiled once for any sizes and rates: the rate goes in as tensors, since Dynamo takes what is
+    rounded of a number for a constant, and every rate would drop as the first one did.
+    """
+    if p >= 1:
+        return _mask_and_drop(x, key, p, index)
+    threshold = torch.tensor(_threshold(p), dtype=torch.int32)
+    scale = torch.tensor(1.0 / (1.0 - p), dtype=torch.float64)
+    return _compiled()(x, key, threshold, scale, index)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    def mask_and_drop(
+        x: Tensor, key: Tensor, threshold: Tensor, scale: Tensor, index: Sequence[Tensor]
+    ) -> Tensor:
+        return x.masked_fill(_hashed(key, index) < threshold, 0.0) * scale
+
+    compiled: Callable[..., Tensor] = torch.compile(mask_and_drop, dynamic=True)
+    return compiled
 
 
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-@cache
-def fused() -> Callable[..., Tensor]:
-    """``_mask_and_drop`` compiled: one kernel for any sizes."""
-    compiled: Callable[..., Tensor] = torch.compile(_mask_and_drop, dynamic=True)
-    return compiled
