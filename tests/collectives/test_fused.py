@@ -17,8 +17,8 @@ from support import compiled, pipelined, world
 from support.async_tp import FusedRecorder, Unfused
 from support.marks import deep
 from support.models import grid_mesh
-from support.symmetric import NAMES, Calls, on_cpu
-from torch_tp2d import Colwise2D, parallelize_module, token_sizes
+from support.symmetric import NAMES, on_cpu
+from torch_tp2d import Colwise2D, CommCounter, parallelize_module, token_sizes
 
 TOLERANCE = 1e-12
 
@@ -53,17 +53,21 @@ def test_equals_one_device(rows: int, columns: int, kind: str) -> None:
         assert differs <= TOLERANCE
 
 
-def _calls(sequence: int) -> Counter[str]:
-    """In a step of a block: three projections of one input, an output, and a pair."""
+def _calls(sequence: int) -> tuple[dict[str, int], dict[str, int]]:
+    """In a step of a block (q, k and v of one input, an output, a pair): calls, and bytes."""
     on_cpu()
     model, mesh = pipelined.model(24, 48)[:1], grid_mesh(1, 4)
     parallelize_module(model, mesh, pipelined.plan(algorithm="fused"))
     token_sizes(mesh, (2, sequence))
     column = mesh.get_local_rank("tp_col")
     x = pipelined.tokens(2, sequence, 24).chunk(4, 1)[column].clone().requires_grad_()
-    with Calls() as calls:
+    with CommCounter(mesh) as counter:
         model(x).sum().backward()
-    return calls.count
+    calls, sizes = (
+        {op: value for (axis, op), value in found.items() if axis == "tp_col"}
+        for found in (counter.calls, counter.bytes)
+    )
+    return calls, sizes
 
 
 def test_what_is_gathered_once_and_summed_once() -> None:
@@ -73,13 +77,12 @@ def test_what_is_gathered_once_and_summed_once() -> None:
     of the other kind. The biases of ``wo`` and ``w2`` are summed beside. A sequence that does not
     divide is not for the operators.
     """
-    for calls in world.run(4, _calls, 8):
-        assert calls == {
-            "fused_all_gather_matmul": 4,
-            "fused_matmul_reduce_scatter": 4,
-            "all_reduce": 2,
-        }
-    for calls in world.run(4, _calls, 11):
+    # The others' three quarters of 2 x 8 x 24 doubles.
+    once = 3 * 2 * 2 * 24 * 8
+    for calls, sizes in world.run(4, _calls, 8):
+        assert calls == {**dict.fromkeys(NAMES, 4), "all_reduce": 2}
+        assert {name: sizes[name] for name in NAMES} == dict.fromkeys(NAMES, 4 * once)
+    for calls, _ in world.run(4, _calls, 11):
         assert not any(name in calls for name in NAMES) and calls
 
 

@@ -309,12 +309,12 @@ def test_models_train_by_derived_plans(rows: int, columns: int, names: list[str]
         assert not {name: far for name, far in seen.items() if not far < TOLERANCE}
 
 
-def _unheard(rows: int, columns: int) -> float:
+def _unheard(rows: int, columns: int, kind: Callable[[], nn.Module]) -> float:
     def loss(model: nn.Module, inputs: Batch) -> Tensor:
         logits = model(inputs["input_ids"])
         return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
 
-    reference, model, _ = on_grid(lambda: waved(Unheard()), rows, columns)
+    reference, model, _ = on_grid(lambda: waved(kind()), rows, columns)
     data = causal_lm_batch(5, 7, VOCAB)
     return train_beside(reference, model, data, truth=loss, loss=loss).worst
 
@@ -322,7 +322,7 @@ def _unheard(rows: int, columns: int) -> float:
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1), deep(2, 1), deep(1, 2)])
 def test_a_model_that_nobody_listed(rows: int, columns: int) -> None:
     """Its logits are whole, so that its training loop stays as it is."""
-    assert max(world.run(rows * columns, _unheard, rows, columns)) < TOLERANCE
+    assert max(world.run(rows * columns, _unheard, rows, columns, Unheard)) < TOLERANCE
 
 
 def test_what_a_derived_plan_says() -> None:
@@ -358,23 +358,13 @@ class Sinking(Unheard):
             stage.mixer = Sinks()
 
 
-def _sinking(rows: int, columns: int) -> float:
-    def loss(model: nn.Module, inputs: Batch) -> Tensor:
-        logits = model(inputs["input_ids"])
-        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
-
-    reference, model, _ = on_grid(lambda: waved(Sinking()), rows, columns)
-    data = causal_lm_batch(5, 7, VOCAB)
-    return train_beside(reference, model, data, truth=loss, loss=loss).worst
-
-
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), deep(1, 2)])
 def test_parameters_of_an_attention(rows: int, columns: int) -> None:
     """Sinks of each head, which no plan could name: the entry of the module is its attention's."""
     with fake_grid(rows, columns) as mesh:
         plan = plan_for(Sinking(), mesh)
     assert plan["stages.*.mixer"].own_parameters == {"sinks": ("heads",), "gain": (None,)}
-    assert max(world.run(rows * columns, _sinking, rows, columns)) < TOLERANCE
+    assert max(world.run(rows * columns, _unheard, rows, columns, Sinking)) < TOLERANCE
 
 
 class _Odd(Unheard):

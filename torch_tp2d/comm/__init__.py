@@ -17,19 +17,16 @@ from .axis import (
 from .fused import reshard_fused
 from .moves import move, reshard_fused_grad
 from .pending import Pending
+from .shards import gather_evenly, gather_shards, scatter_evenly, scatter_shards
 from .transfers import (
     all_gather,
     all_reduce,
     all_to_all,
     broadcast,
-    gather_evenly,
     gather_others,
-    gather_shards,
     reduce,
     reduce_from_others,
     reduce_scatter,
-    scatter_evenly,
-    scatter_shards,
     shift,
 )
 from .transport import GLOO, NCCL, Transport, transport_of

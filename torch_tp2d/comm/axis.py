@@ -119,15 +119,18 @@ class Axis:
 
     def fuses_shards(self, sizes: Sequence[int]) -> bool:
         """Whether shards of these sizes are for such an operator, which takes them alike."""
-        return self.fuses and self.size > 1 and sizes[0] > 0 and len(set(sizes)) == 1
+        return self.fuses and self._alike(sizes)
 
     def moves_evenly(self, sizes: Sequence[int]) -> bool:
         """Whether shards of these sizes go as torch's own collectives send them.
 
         In a graph, where they are neither cut nor padded: what Inductor knows is what torch writes.
         """
-        even = self.size > 1 and sizes[0] > 0 and len(set(sizes)) == 1
-        return even and not self.transport.cuts and torch.compiler.is_compiling()
+        plain = not self.transport.cuts and torch.compiler.is_compiling()
+        return plain and self._alike(sizes)
+
+    def _alike(self, sizes: Sequence[int]) -> bool:
+        return self.size > 1 and sizes[0] > 0 and len(set(sizes)) == 1
 
     def pieces(self, elements: int, dtype: torch.dtype) -> int:
         """Into how many pieces a transfer of ``elements`` to one peer is cut."""

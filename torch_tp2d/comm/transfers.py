@@ -24,14 +24,10 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "exchange",
-    "gather_evenly",
     "gather_others",
-    "gather_shards",
     "reduce",
     "reduce_from_others",
     "reduce_scatter",
-    "scatter_evenly",
-    "scatter_shards",
     "shift",
 ]
 
@@ -81,26 +77,6 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
         return torch.cat(kept).movedim(0, dim)
 
     return Pending(None, pieces, finish)
-
-
-def gather_evenly(x: Tensor, dim: int, axis: Axis) -> Pending:
-    """:func:`all_gather` of shards of one size, in the steps of torch's own.
-
-    By which Inductor's async tensor parallelism recognises what it can fuse with a product.
-    """
-    start = partial(_c10d.all_gather_into_tensor.default, x.contiguous(), axis.size, axis.group)
-
-    def finish(wires: list[Tensor]) -> Tensor:
-        return wires[0] if dim == 0 else torch.cat(wires[0].chunk(axis.size), dim)
-
-    return Pending(None, [start], finish)
-
-
-def scatter_evenly(x: Tensor, dim: int, axis: Axis) -> Pending:
-    """:func:`reduce_scatter` to shards of one size, as :func:`gather_evenly`."""
-    sent = (x if dim == 0 else torch.cat(x.chunk(axis.size, dim))).contiguous()
-    start = partial(_c10d.reduce_scatter_tensor.default, sent, "sum", axis.size, axis.group)
-    return Pending(None, [start], _only)
 
 
 def exchange(
@@ -235,44 +211,6 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
         return terms[0] if axis.size == 2 else terms.sum(0)
 
     return Pending(None, [start], finish)
-
-
-def gather_shards(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
-    """Every rank's shard as it lies, in one buffer.
-
-    Args:
-        x: this rank's, ``sizes[axis.index]`` long in ``dim``.
-
-    Returns:
-        ``[ranks, *the longest shard]``; the others end somewhere before.
-    """
-    shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
-    if math.prod(shape) == 0:
-        return Pending(x.new_empty([axis.size, *shape]))
-    if x.shape[dim] < max(sizes):
-        sent = x.new_zeros(shape)
-        sent.narrow(dim, 0, x.shape[dim]).copy_(x)
-    else:
-        # A copy, as in all_gather.
-        sent = x.clone(memory_format=torch.contiguous_format)
-    sent = sent.unsqueeze(0)
-    start = partial(_c10d.all_gather_into_tensor.default, sent, axis.size, axis.group)
-    return Pending(None, [start], _only)
-
-
-def scatter_shards(x: Tensor, axis: Axis) -> Pending:
-    """The sum over the axis of what every rank has for this one.
-
-    Args:
-        x: ``[ranks, *shard]``, contiguous; not to be written into any more.
-
-    Returns:
-        ``[*shard]``.
-    """
-    if x.numel() == 0:
-        return Pending(x.new_empty(x.shape[1:]))
-    start = partial(_c10d.reduce_scatter_tensor.default, x, "sum", axis.size, axis.group)
-    return Pending(None, [start], lambda wires: wires[0][0])
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:

@@ -36,10 +36,10 @@ from ..comm import (
     only_own,
     without_own,
 )
+from .assembly import Assembly
 
 __all__ = [
     "Again",
-    "Assembly",
     "Deferred",
     "Gathering",
     "LazyResult",
@@ -85,45 +85,6 @@ class Deferred(Tensor):
 def undeferred(x: Tensor) -> Tensor:
     """``x``, or its value if it is deferred."""
     return x.value() if isinstance(x, Deferred) else x
-
-
-class Assembly:
-    """A tensor of ``shape`` that is put together from blocks of a dim.
-
-    In place; in a traced graph at the end, where each block put in place would copy the rest.
-    """
-
-    def __init__(self, shape: Sequence[int], dim: int, like: Tensor) -> None:
-        self.shape, self.dim = torch.Size(shape), dim
-        self.like = like.new_empty(())
-        self._out: Tensor | None = None
-        self._blocks: list[tuple[int, Tensor]] = []
-
-    def put(self, block: Tensor, start: int) -> None:
-        """Write a block to its place, ``start`` on."""
-        if block.shape == self.shape and block.is_contiguous():
-            # Else a user's view() of what comes out would fail.
-            self.give(block)
-        elif torch.compiler.is_compiling():
-            self._blocks.append((start, block))
-        else:
-            if self._out is None:
-                self._out = self.like.new_empty(self.shape)
-            self._out.narrow(self.dim, start, block.shape[self.dim]).copy_(block)
-
-    def give(self, whole: Tensor) -> None:
-        """All of it, as one block."""
-        self._out = whole
-
-    def value(self) -> Tensor:
-        """The tensor, when all of it is there."""
-        if self._blocks:
-            blocks = sorted(self._blocks, key=lambda block: block[0])
-            return torch.cat([block for _, block in blocks], self.dim)
-        if self._out is None:
-            # It has no blocks, or none with elements.
-            self._out = self.like.new_empty(self.shape)
-        return self._out
 
 
 class _Arriving(NamedTuple):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._torch_compat import safe_softmax
-from .kernels import kernel_for
+from .kernels import Block, kernel_for
 
 __all__ = [
     "Grads",
@@ -132,7 +132,7 @@ def attend(
     kernel = None if exact else kernel_for(query, key, value, mask is not None)
     if kernel is not None:
         bias = _additive(mask, query, key.shape[-2])
-        return kernel.forward(query, key, value, bias, causal, scale)
+        return kernel.forward(Block(query, key, value, bias, causal, scale))
     scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
     log = scores.logsumexp(-1)
     weights = (scores - _finite(log)[..., None]).exp()
@@ -161,8 +161,8 @@ def attend_backward(
     kernel = None if exact else kernel_for(query, key, value, mask is not None)
     if kernel is not None:
         bias = _additive(mask, query, key.shape[-2])
-        grads = kernel.backward(grad, query, key, value, bias, out, log, causal, scale)
-        return Grads(*grads, None)
+        block = Block(query, key, value, bias, causal, scale)
+        return Grads(*kernel.backward(block, grad, out, log), None)
     scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
     weights = (scores - log[..., None]).exp()
     wide_grad = grad.to(weights.dtype)

@@ -8,6 +8,7 @@ directly.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ from ..._torch_compat import (
     flash_attention_for_cpu_backward,
 )
 
-__all__ = ["EFFICIENT", "FLASH", "FOR_CPU", "Kernel", "kernel_for"]
+__all__ = ["EFFICIENT", "FLASH", "FOR_CPU", "Block", "Kernel", "kernel_for"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ALIGNED_BYTES = 16
@@ -34,22 +35,28 @@ _LOG_ROWS = 32
 """Its logarithms come padded to a multiple of this."""
 
 
-class Kernel(Protocol):
-    """Attention of ``[batch, heads, length, features]``, of as many heads, to one block of keys.
+@dataclass(frozen=True)
+class Block:
+    """Queries and one block of keys: ``[batch, heads, length, features]``, of as many heads.
 
-    A ``bias`` is added to the scores, ``[batch, heads, queries, keys]`` or broadcast but for the
-    last two dims. ``causal`` is for queries and keys at the same positions.
+    Args:
+        bias: added to the scores, ``[batch, heads, queries, keys]`` or broadcast but for the last
+            two dims.
+        causal: no look at keys behind the query; both are then at the same positions.
     """
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    causal: bool
+    scale: float
+
+
+class Kernel(Protocol):
+    """Attention to one block."""
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """The output, and ``[batch, heads, queries]`` the logarithms.
 
         They are 0 and ``-inf`` where nothing is seen.
@@ -57,53 +64,31 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        log: Tensor,
-        causal: bool,
-        scale: float,
+        self, block: Block, grad: Tensor, out: Tensor, log: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of query, key and value, a block's share of the gradients."""
         ...
 
 
 class _ForCpu:
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         out, log = flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+            *(block.query, block.key, block.value, 0.0, block.causal),
+            attn_mask=block.bias,
+            scale=block.scale,
         )
-        if bias is not None:
+        if block.bias is not None:
             # The kernel says 0.
-            log = log.masked_fill(_nothing_seen(bias), -torch.inf)
+            log = log.masked_fill(_nothing_seen(block.bias), -torch.inf)
         return out, log
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        log: Tensor,
-        causal: bool,
-        scale: float,
+        self, block: Block, grad: Tensor, out: Tensor, log: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads: tuple[Tensor, Tensor, Tensor] = flash_attention_for_cpu_backward(
-            grad, query, key, value, out, log, 0.0, causal, attn_mask=bias, scale=scale
+            *(grad, block.query, block.key, block.value, out, log, 0.0, block.causal),
+            attn_mask=block.bias,
+            scale=block.scale,
         )
         return grads
 
@@ -111,38 +96,23 @@ class _ForCpu:
 class _Flash:
     """Half precision, without a bias."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = map(_aligned, (query, key, value))
-        out, log, *_ = flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        query, key, value = map(_aligned, (block.query, block.key, block.value))
+        out, log, *_ = flash_attention(
+            query, key, value, 0.0, block.causal, False, scale=block.scale
+        )
         return out, log
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        log: Tensor,
-        causal: bool,
-        scale: float,
+        self, block: Block, grad: Tensor, out: Tensor, log: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad, query, key, value, out = map(_aligned, (grad, query, key, value, out))
+        given = (grad, block.query, block.key, block.value, out)
         # Of dropout, which there is none of.
-        state = torch.empty(0, dtype=torch.uint64, device=query.device)
+        state = torch.empty(0, dtype=torch.uint64, device=grad.device)
         query_grad, key_grad, value_grad = flash_attention_backward(
-            *(grad, query, key, value, out, log.contiguous(), None, None),
-            *(query.shape[-2], key.shape[-2], 0.0, causal, state, state),
-            scale=scale,
+            *(*map(_aligned, given), log.contiguous(), None, None),
+            *(block.query.shape[-2], block.key.shape[-2], 0.0, block.causal, state, state),
+            scale=block.scale,
         )
         return query_grad, key_grad, value_grad
 
@@ -150,47 +120,32 @@ class _Flash:
 class _Efficient:
     """Single precision and masks, too."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = map(_aligned, (query, key, value))
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        query, key, value = map(_aligned, (block.query, block.key, block.value))
         out, log, *_ = efficient_attention(
-            query, key, value, _padded(bias), True, 0.0, causal, scale=scale
+            *(query, key, value, _padded(block.bias), True, 0.0, block.causal), scale=block.scale
         )
         log = log.narrow(-1, 0, query.shape[-2])
-        if bias is not None:
-            nothing = _nothing_seen(bias)
+        if block.bias is not None:
+            nothing = _nothing_seen(block.bias)
             log = log.masked_fill(nothing, -torch.inf)
             out = out.masked_fill(nothing.unsqueeze(-1), 0.0)
         return out, log
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        log: Tensor,
-        causal: bool,
-        scale: float,
+        self, block: Block, grad: Tensor, out: Tensor, log: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad, query, key, value, out = map(_aligned, (grad, query, key, value, out))
+        grad, query, key, value, out = map(
+            _aligned, (grad, block.query, block.key, block.value, out)
+        )
         # What stands behind the last query is to count for nothing: exp(-inf).
         log = F.pad(log, (0, -log.shape[-1] % _LOG_ROWS), value=torch.inf).contiguous()
         # Of dropout, which there is none of: where the kernel itself gives them, without a graph.
         seed = offset = torch.zeros((), dtype=torch.int64)
         query_grad, key_grad, value_grad, _ = efficient_attention_backward(
-            *(grad, query, key, value, _padded(bias), out, log, seed, offset),
-            *(0.0, [True, True, True, False], causal),
-            scale=scale,
+            *(grad, query, key, value, _padded(block.bias), out, log, seed, offset),
+            *(0.0, [True, True, True, False], block.causal),
+            scale=block.scale,
         )
         return query_grad, key_grad, value_grad
 

@@ -24,8 +24,9 @@ from ...comm import (
     scatter_shards,
     without_own,
 )
+from ...runtime.assembly import Assembly
 from ...runtime.context import selective_region
-from ...runtime.deferred import Assembly, Transfer, rows_of
+from ...runtime.deferred import Transfer, rows_of
 from .call import Shards
 
 __all__ = ["ab_arriving", "abt_leaving", "atb_arriving"]

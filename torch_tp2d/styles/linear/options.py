@@ -60,7 +60,8 @@ class MatmulOptions(GridStyle):
         if regather_input and not (whole_input and algorithm in ("auto", *IN_ROUNDS)):
             raise ValueError(
                 f"{type(self).__name__} with algorithm {algorithm!r} keeps no gathered tokens for "
-                f'backward: regather_input is for Colwise2D with "pipelined", leave it out'
+                f'backward: regather_input is for Colwise2D with "pipelined" or "fused", '
+                f"leave it out"
             )
         self.says_parts = parts is not None
         self.parts: int | tuple[int, ...] = (
@@ -81,8 +82,8 @@ class MatmulOptions(GridStyle):
         if reduce_dtype is not None and not (reduce_dtype.is_floating_point and sums_at_once):
             raise ValueError(
                 f"{type(self).__name__} with algorithm {algorithm!r}: reduce_dtype is a floating "
-                f'point dtype, for "pipelined" and "collective", which sum a gradient in one '
-                f"transfer, not {reduce_dtype}"
+                f'point dtype, for "pipelined", "fused" and "collective", which sum a gradient '
+                f"in one transfer, not {reduce_dtype}"
             )
         self.reduce_dtype = reduce_dtype
         self.given_layouts = input_layouts, output_layouts, grad_layouts

@@ -75,8 +75,7 @@ class Colwise2D(MatmulStyle):
             backward (True), or keep it (False): 1/C of the weight more memory, a third less
             weight traffic. None (default) gathers it again on NCCL, as FSDP2 does; on gloo only
             where it is larger than the input that is kept beside it, in a model whose embedding is
-            on the mesh too. Only
-            ``"pipelined"``, ``"fused"`` and ``"collective"`` gather a weight.
+            on the mesh too. Only ``"pipelined"``, ``"fused"`` and ``"collective"`` gather a weight.
         regather_input: gather an input that is split by tokens over ``tp_col`` again for
             backward instead of keeping it: 1/N of it is kept, not 1/R, and it travels three times
             instead of twice. With ``"pipelined"`` and ``"fused"`` in eager; q, k and v share it.
