@@ -139,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
     for command in (described, suggested):
         command.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
         command.add_argument("--transport", choices=("nccl", "gloo"))
+        command.add_argument("--micro-batches", type=int, default=1, help="of a step's batch (1)")
         command.add_argument("--dtype", help="of the parameters: bfloat16, float32 (the model's)")
     measured = commands.add_parser("calibrate", help="measure this machine, and by torchrun a link")
     measured.add_argument("--link", help="200mbit, 25GB/s, instead of measuring it")
@@ -169,7 +170,8 @@ def _planned(args: argparse.Namespace) -> str:
         model = model.to(dtype)
     plan = None if args.plan is None else function_of(args.plan)
     options: dict[str, Any] = {
-        name: getattr(args, name) for name in ("batch", "seq", "optimizer", "transport")
+        name: getattr(args, name)
+        for name in ("batch", "seq", "optimizer", "transport", "micro_batches")
     }
     found: Any
     if args.command == "describe":

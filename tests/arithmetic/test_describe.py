@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -36,6 +37,7 @@ from support.models import (
 )
 from torch_tp2d import Block2DParallel, Colwise2D, CommCounter, Rowwise2D, describe
 from torch_tp2d.planner.describe import Moved, _sum
+from torch_tp2d.planner.step import NO_PLAN
 
 SIZES = 3, 13
 """Of a batch: they divide over nothing."""
@@ -223,29 +225,69 @@ class _OfFSDP2(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _with_fsdp(reshard: bool) -> list[tuple[int, int]]:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
+def _with_fsdp(shape: tuple[int, ...], reshard: bool, parts: int) -> list[tuple[int, int]]:
+    """Bytes predicted and counted along dp, and along the grid, of a step of so many parts."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp_row", "tp_col"))
+    grid = mesh["tp_row", "tp_col"]
     model = transformer(VOCAB, n_heads=4)
-    found = describe(model, mesh, plan_dtensor(), batch=4, seq=8, reshard_after_forward=reshard)
-    torch_tp2d.parallelize_module(model, mesh["tp_row", "tp_col"], plan_dtensor())
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=None if reshard else False)
-    ids, target = batch(2, 8, VOCAB)
-    with CommCounter(mesh["tp_row", "tp_col"]) as counter, _OfFSDP2() as of_fsdp:
-        loss_of(model(ids), target).backward()
-    grid = found.bytes_along("tp_row") + found.bytes_along("tp_col")
-    with pytest.raises(ValueError, match="before that, with the axes of data parallelism"):
-        describe(model, batch=4, seq=8)
-    return [(found.bytes_along("dp"), of_fsdp.received), (grid, counter.total_bytes)]
+    sizes = {"batch": 4 * parts, "seq": 8, "micro_batches": parts}
+    found = describe(model, mesh, plan_dtensor(), reshard_after_forward=reshard, **sizes)
+    torch_tp2d.parallelize_module(model, grid, plan_dtensor())
+    if shape[0] > 1:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=None if reshard else False)
+    ids, target = batch(4 // shape[0], 8, VOCAB)
+    with CommCounter(grid) as counter, _OfFSDP2() as of_fsdp:
+        for left in reversed(range(parts)):
+            if shape[0] > 1:
+                model.set_requires_gradient_sync(not left)
+                model.set_reshard_after_backward(reshard or not left)
+            with torch_tp2d.no_sync(grid) if left else contextlib.nullcontext():
+                loss_of(model(ids), target).backward()
+    if shape[0] > 1:
+        with pytest.raises(ValueError, match="before that, with the axes of data parallelism"):
+            describe(model, batch=4, seq=8)
+    on_grid = found.bytes_along("tp_row") + found.bytes_along("tp_col")
+    return [(found.bytes_along("dp"), of_fsdp.received), (on_grid, counter.total_bytes)]
 
 
-def test_bytes_with_fsdp2_outside() -> None:
+@pytest.mark.parametrize(
+    "shape,parts",
+    [
+        ((2, 2, 1), (3,)),
+        deep((2, 2, 1), (1, 2)),
+        deep((2, 1, 2), (1, 5)),
+        deep((1, 4, 1), (3,)),
+        deep((1, 2, 2), (3,)),
+    ],
+)
+def test_bytes_with_fsdp2_outside_and_in_micro_batches(
+    shape: tuple[int, ...], parts: tuple[int, ...]
+) -> None:
     """The third axis of AxoNN and of Tesseract: a grid of its own for each part of the batch."""
-    for reshard in (True, False):
-        for pairs in world.run(4, _with_fsdp, reshard):
-            for predicted, counted in pairs:
-                assert predicted == counted > 0
+    for count in parts:
+        for reshard in (True, False)[: shape[0]]:
+            for pairs in world.run(4, _with_fsdp, shape, reshard, count):
+                assert [predicted for predicted, _ in pairs] == [counted for _, counted in pairs]
+                assert pairs[1][1] > 0 and (pairs[0][1] > 0) == (shape[0] > 1)
+
+
+def _with_fsdp_kept(reshard: bool) -> tuple[int, int]:
+    model = transformer(VOCAB, n_heads=4)
+    found = describe(
+        model, (4, 1, 1), NO_PLAN, batch=4, seq=8, reshard_after_forward=reshard
+    ).memory
+    return found.activations, found.gathered
+
+
+def test_weights_that_fsdp2_keeps_are_no_activations() -> None:
+    """What it copied them to, a keyword argument of its operator, was taken for activations."""
+    activations, few = _with_fsdp_kept(True)
+    again, all_of_them = _with_fsdp_kept(False)
+    model = transformer(VOCAB, n_heads=4)
+    assert activations == again
+    assert few < sum(p.numel() * 8 for p in model.parameters()) < all_of_them
 
 
 M, K, N = 96, 24, 48

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from support.marks import deep
 from support.models import batch, loss_of, plan_dtensor, relative, transformer
 from torch_tp2d import suggest
 from torch_tp2d.__main__ import main
+from torch_tp2d.planner.candidates import Way
 from torch_tp2d.planner.machine import Machine, read_link, read_size
 from torch_tp2d.planner.simulate import simulate
+from torch_tp2d.planner.step import NO_PLAN
 from torch_tp2d.planner.trace import Compute, Start, Wait
 
 ONE = Machine(flops=1.0, memory_rate=1e30, link=1.0)
@@ -118,6 +121,45 @@ def test_layers_are_told_from_few() -> None:
         assert abs(found[name].memory.peak / whole.memory.peak - 1) < 0.02
 
 
+@pytest.mark.deep
+def test_copies_of_weights_where_links_between_nodes_are_slow() -> None:
+    """HSDP: FSDP2 within a node, gradients summed over nodes; and what is told is what it does."""
+    nodes = replace(LINKS_ALONE, link=1e5, near=1e7, per_node=2)
+    sizes = {"batch": 4, "seq": 16}
+    found = suggest(_model(16), 4, plan=_plan, device=nodes, **sizes)
+    chosen = {(each.name, each.keep_weights): each for each in found.candidates}
+    hybrid, plain = (chosen[name, False] for name in ("HSDP 2x2", "FSDP2 4"))
+    assert hybrid.mesh_shape == (2, 2, 1, 1) and hybrid.seconds < plain.seconds
+    assert hybrid.memory.parameters == 2 * plain.memory.parameters
+    whole = torch_tp2d.describe(_model(16), (2, 2, 1, 1), NO_PLAN, **sizes)
+    assert (hybrid.bytes, hybrid.memory.peak) == (whole.total_bytes, whole.memory.peak)
+    assert Way("2-D", (4, 2, 2), replicate=2).name == "HSDP 2x2 x 2-D 2x2"
+    assert Way("2-D", (4, 2, 2), replicate=2).mesh_shape == (2, 2, 2, 2)
+
+
+@pytest.mark.deep
+def test_micro_batches_gather_weights_once() -> None:
+    """Or each, in less memory; what is told of five is what five do, as of three."""
+    sizes = {"batch": 20, "seq": 16, "plan": _plan}
+    found = suggest(_model(16), 2, device=LINKS_ALONE, micro_batches=5, **sizes)
+    assert "in 5 micro-batches" in str(found) and "kept, reduced once" in str(found)
+    chosen = {(c.name, c.keep_weights, c.reduce_each): c for c in found.candidates}
+    for name, shape in {"FSDP2 2": (2, 1, 1), "2-D 2x1": (2, 1)}.items():
+        kept, each = chosen[name, True, False], chosen[name, False, True]
+        assert each.bytes > 2 * kept.bytes and each.memory.peak < kept.memory.peak
+        whole = torch_tp2d.describe(
+            _model(16),
+            shape,
+            NO_PLAN if kept.plan is None else kept.plan,
+            batch=20,
+            seq=16,
+            micro_batches=5,
+            reshard_after_forward=False,
+        )
+        assert kept.bytes == whole.total_bytes
+    assert chosen["FSDP2 2", False, False].bytes < chosen["FSDP2 2", False, True].bytes
+
+
 def test_memory_rules_out_and_it_says_what_would_fit() -> None:
     sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
     free = suggest(_model(16), 2, **sizes)
@@ -145,6 +187,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"world_size": 67, "batch": 3},
         ValueError,
         r"dp has to divide the batch.*\[1, 3\] devices",
+    ),
+    "too many, of micro-batches": (
+        {"world_size": 67, "batch": 6, "micro_batches": 2},
+        ValueError,
+        r"in 2 micro-batches: dp has to divide the batch.*\[1, 3\] devices",
+    ),
+    "micro-batches that do not divide": (
+        {"micro_batches": 3},
+        ValueError,
+        "a batch of 4 does not divide into 3 micro-batches",
     ),
 }
 

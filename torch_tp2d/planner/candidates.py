@@ -26,8 +26,10 @@ class Way:
 
     Args:
         kind: ``"2-D"``, ``"TP"``, ``"TP+SP"`` or ``"FSDP2"``.
-        keep: gathered weights are kept for backward.
+        keep: gathered weights are kept for backward, and for the micro-batches of a step.
         recompute: layers are computed again for backward.
+        replicate: copies of the weights over ``dp`` (HSDP); FSDP2 shards each over the rest of it.
+        reduce_each: gradients are reduced in each micro-batch, not once.
     """
 
     kind: str
@@ -36,6 +38,8 @@ class Way:
     row_dim: int = 0
     keep: bool = True
     recompute: bool = False
+    replicate: int = 1
+    reduce_each: bool = False
 
     @property
     def stock(self) -> bool:
@@ -46,10 +50,21 @@ class Way:
     def name(self) -> str:
         """``FSDP2 2 x 2-D 2x2``, say."""
         replicas, rows, columns = self.shape
+        outside = f"FSDP2 {replicas}"
+        if self.replicate > 1:
+            outside = f"HSDP {self.replicate}x{replicas // self.replicate}"
         if self.kind == "FSDP2":
-            return f"FSDP2 {replicas}"
+            return outside
         grid = f"{self.kind} {columns}" if self.stock else f"2-D {rows}x{columns}"
-        return grid if replicas == 1 else f"FSDP2 {replicas} x {grid}"
+        return grid if replicas == 1 else f"{outside} x {grid}"
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """``(R, C)``, ``(dp, R, C)``, or ``(replicate, shard, R, C)`` for HSDP."""
+        replicas, *grid = self.shape
+        if self.replicate > 1:
+            return self.replicate, replicas // self.replicate, *grid
+        return self.shape if replicas > 1 else tuple(grid)
 
     @property
     def moves_weights(self) -> bool:
@@ -62,12 +77,15 @@ class Candidate:
     """One way of running the model, and what it is predicted to cost.
 
     Args:
-        name: ``2-D 2x2``, ``FSDP2 2 x TP+SP 4``, ...
-        mesh_shape: ``(R, C)``, or ``(dp, R, C)`` with FSDP2 over ``dp``.
+        name: ``2-D 2x2``, ``FSDP2 2 x TP+SP 4``, ``HSDP 2x4 x 2-D 2x2``, ...
+        mesh_shape: ``(R, C)``, or ``(dp, R, C)`` with FSDP2 over ``dp``, or
+            ``(replicate, shard, R, C)`` with HSDP.
         plan: a dict of module names and styles; None for FSDP2 alone.
         stock: whether torch alone has it.
         algorithm, row_dim: of the plan's styles.
-        keep_weights: gathered weights are kept for backward; else they are gathered again.
+        keep_weights: gathered weights are kept for backward, and for all micro-batches of a step;
+            else they are gathered again.
+        reduce_each: of several micro-batches, each reduces its gradients; else the last, for all.
         recompute: layers are computed again for backward (``torch.utils.checkpoint``).
         timing: seconds of a step, forward and backward, of which work and transfers.
         bytes: that a rank receives in a step.
@@ -82,6 +100,7 @@ class Candidate:
     algorithm: str
     row_dim: int
     keep_weights: bool
+    reduce_each: bool
     recompute: bool
     timing: Timing
     bytes: int
@@ -102,13 +121,16 @@ class Candidate:
         """Apply the plan to a model, and FSDP2 outside where it is a part of it.
 
         To be called by all ranks together. Of ``recompute`` nothing is done: wrap the layers
-        before, by ``torch.utils.checkpoint``.
+        before, by ``torch.utils.checkpoint``. Nor of micro-batches, which are the training loop's:
+        :class:`~torch_tp2d.no_sync`, and FSDP2's ``set_requires_gradient_sync(False)`` and, where
+        ``keep_weights``, ``set_reshard_after_backward(False)``, for all but the last.
 
         Args:
             mesh: as :meth:`make_mesh` makes it, which is the default.
 
         Returns:
-            The mesh: ``mesh["tp_row", "tp_col"]`` is the plan's, ``mesh["dp"]`` FSDP2's.
+            The mesh: ``mesh["tp_row", "tp_col"]`` is the plan's, ``mesh["dp"]`` FSDP2's, or
+            ``mesh["replicate", "shard"]``.
         """
         mesh = self.make_mesh() if mesh is None else mesh
         if self.plan is not None:
@@ -125,6 +147,7 @@ class Suggestion:
     world_size: int
     batch: int
     seq: int
+    micro_batches: int
     machine: Machine
     memory: float | None
     candidates: tuple[Candidate, ...]
@@ -176,9 +199,10 @@ class Suggestion:
 
     def _words(self) -> tuple[str, list[str]]:
         within = "" if self.memory is None else f", within {in_bytes(self.memory)} each"
+        parts = f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         title = (
-            f"{self.model} on {self.world_size} devices{within}, batch {self.batch}, sequence "
-            f"{self.seq}: predicted for a step, forward and backward"
+            f"{self.model} on {self.world_size} devices{within}, batch {self.batch}{parts}, "
+            f"sequence {self.seq}: predicted for a step, forward and backward"
         )
         return title, [f"not run: {name}: {reason}" for name, reason in self.refused.items()]
 
@@ -188,7 +212,9 @@ class Suggestion:
         rows = []
         for place, each in enumerate(self.candidates, 1):
             weights = "kept" if each.keep_weights else "gathered again"
-            moves = each.mesh_shape[0] > 1
+            if self.micro_batches > 1:
+                weights += ", reduced each time" if each.reduce_each else ", reduced once"
+            moves = any(size > 1 for size in each.mesh_shape[:-1])
             rows.append(
                 [
                     str(place) if each.fits else "too large",

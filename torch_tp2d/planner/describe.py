@@ -184,6 +184,7 @@ def describe(
     transport: str | None = None,
     rates: Rates | None = None,
     reshard_after_forward: bool = True,
+    micro_batches: int = 1,
     rank: int = 0,
 ) -> Description:
     """What a plan does to a model on a mesh, module by module, without running it on the mesh.
@@ -213,6 +214,8 @@ def describe(
             operators they are; by default the mesh's own, or ``"nccl"``.
         rates: by which ``"auto"`` chooses on gloo; by default as where none are known.
         reshard_after_forward: FSDP2's own argument, for the axes of data parallelism.
+        micro_batches: of a step, ``batch`` together; all but the last under
+            :class:`~torch_tp2d.no_sync`, and FSDP2's ``set_requires_gradient_sync(False)``.
         rank: of the mesh, for shapes that do not divide.
 
     Returns:
@@ -232,7 +235,7 @@ def describe(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"describe takes a module, not {type(model).__name__}")
-    for name, size in (("batch", batch), ("seq", seq)):
+    for name, size in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} is a number of {_COUNTED[name]}, at least 1, not {size!r}")
     if optimizer not in OPTIMIZERS:
@@ -249,11 +252,16 @@ def describe(
         loss=loss,
         reshard=reshard_after_forward,
         rates=rates,
+        micro_batches=micro_batches,
     )
     return describe_step(run_step(model, case), model, case, optimizer)
 
 
-_COUNTED: Mapping[str, str] = {"batch": "sequences", "seq": "tokens of a sequence"}
+_COUNTED: Mapping[str, str] = {
+    "batch": "sequences",
+    "seq": "tokens of a sequence",
+    "micro_batches": "micro-batches of a step",
+}
 
 
 def _shape_of(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch_compat import fake_mode, local_tensor
@@ -20,6 +21,7 @@ from ..comm import transport_of
 from ..loss import cross_entropy
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
+from ..mesh.no_sync import no_sync
 from ..mesh.tokens import token_sizes
 from ..parallelize import layouts_of, parallelize_module
 from ..parallelize.table import LayoutTable
@@ -62,6 +64,8 @@ class Case:
         rates: by which ``"auto"`` chooses.
         layers: at most so many of each list of equal layers are run.
         recompute: whether layers are computed again for backward.
+        micro_batches: of a step, which together are ``batch``.
+        reduce_each: whether gradients are reduced in each of them, and weights gathered; else once.
         dropout: whether anything is dropped: on a grid that is more work than in torch alone.
     """
 
@@ -77,6 +81,8 @@ class Case:
     rates: Rates | None = None
     layers: int | None = None
     recompute: bool = False
+    micro_batches: int = 1
+    reduce_each: bool = False
     dropout: bool = True
 
 
@@ -156,7 +162,13 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
             f"a batch of {case.batch} does not divide over the {replicas} replicas of mesh "
             f"{describe_mesh(mesh)}: use a multiple of {replicas}, or fewer replicas"
         )
-    batch = case.batch // replicas
+    batch, left = divmod(case.batch // replicas, case.micro_batches)
+    if left or not batch:
+        raise ValueError(
+            f"a batch of {case.batch} on mesh {describe_mesh(mesh)} is {case.batch // replicas} "
+            f"sequences for each replica, which do not divide into {case.micro_batches} "
+            f"micro-batches: use a multiple of {replicas * case.micro_batches}"
+        )
     table = _layouts(model)
     with mode:
         plain = type(torch.empty(0, device="cpu"))
@@ -168,9 +180,13 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
                 _forward(model, inputs, case)
                 reshard(model)
                 recorder.forget()
-            loss = _forward(model, inputs, case)
-            kept = recorder.kept()
-            loss.backward()
+            for left in reversed(range(case.micro_batches)):
+                with _part_of_step(model, grid, case, last=not left):
+                    loss = _forward(model, inputs, case)
+                    kept = recorder.kept()
+                    loss.backward()
+                    # Else its graph would live beside the next one's.
+                    del loss
     parameters: Counter[str] = Counter()
     trainable = 0
     weights = {}
@@ -187,6 +203,17 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
     sizes = dict(zip(names, mesh.shape, strict=True))
     transport = transport_of(grid).name
     return Step(recorder, sizes, transport, table, kept, parameters, trainable, weights)
+
+
+@contextmanager
+def _part_of_step(model: nn.Module, grid: DeviceMesh, case: Case, *, last: bool) -> Iterator[None]:
+    """A micro-batch as its user would run it: under ``no_sync``, and with FSDP2's switches set."""
+    accumulates = not (last or case.reduce_each)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not accumulates)
+        model.set_reshard_after_backward(case.reshard or not accumulates)
+    with no_sync(grid) if accumulates else nullcontext():
+        yield
 
 
 def _forward(model: nn.Module, inputs: Inputs, case: Case) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +24,7 @@ from .table import in_bytes
 __all__ = ["suggest"]
 
 FEW = 3
-"""So many layers, and one less, are run for each candidate; what a layer adds is added for more."""
+"""So many layers, or micro-batches, and one less are run; what one adds is added for more."""
 TRIED_FURTHER = 3
 """Of how many of the fastest meshes other ways of running them are tried."""
 
@@ -44,14 +44,16 @@ def suggest(
     inputs: Any = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: str = "adamw",
+    micro_batches: int = 1,
 ) -> Suggestion:
     """Which mesh of so many devices trains a model fastest, and by which plan.
 
-    Tries every ``[dp, tp_row, tp_col]``, with FSDP2 over ``dp``, and beside our plans torch's own
-    as a careful user would run them: TP, TP with sequence parallelism, FSDP2, and FSDP2 x TP at
-    every size. Each is run once without values (:func:`torch_tp2d.describe`), and the order of its
-    work and transfers played on a machine of the given rates. The answer may be "FSDP2" or "TP".
-    AxoNN's and Tesseract's third dimension is here ``dp``: FSDP2 around a grid.
+    Tries every ``[dp, tp_row, tp_col]``, with FSDP2 over ``dp``, HSDP over that of the fastest, and
+    beside our plans torch's own as a careful user would run them: TP, TP with sequence
+    parallelism, FSDP2, HSDP, and FSDP2 x TP at every size. Each is run once without values
+    (:func:`torch_tp2d.describe`), and the order of its work and transfers played on a machine of
+    the given rates. The answer may be "FSDP2" or "TP". AxoNN's and Tesseract's third dimension is
+    here ``dp``: FSDP2 around a grid.
 
     What is taken for an estimate: work takes its operations and bytes divided by a rate, all ranks
     take the same time, a list of equal layers is told from two of them, and peak memory is that of
@@ -72,7 +74,10 @@ def suggest(
         transport: ``"nccl"`` or ``"gloo"``; by default the device's.
         plan: one, or a function of a model and a mesh that returns one, in which case its styles
             keep the algorithm that it says; by default :func:`torch_tp2d.plan_for`'s.
-        inputs, loss, optimizer: as for :func:`torch_tp2d.describe`.
+        inputs, loss, optimizer: as for :func:`torch_tp2d.describe`; ``inputs`` of a micro-batch.
+        micro_batches: of a step, which together are ``batch``: weights are gathered once for all
+            of them and gradients reduced once (:class:`~torch_tp2d.no_sync`), or, which takes less
+            memory, for each.
 
     Returns:
         A table that prints, fastest first, with ``best``, ``mesh_shape``, ``plan``, ``apply()`` and
@@ -93,10 +98,15 @@ def suggest(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"suggest takes a module, not {type(model).__name__}")
-    counts = {"world_size": world_size, "batch": batch, "seq": seq}
+    counts = {"world_size": world_size, "batch": batch, "seq": seq, "micro_batches": micro_batches}
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name} is a number, at least 1, not {count!r}")
+    if batch % micro_batches:
+        raise ValueError(
+            f"a batch of {batch} does not divide into {micro_batches} micro-batches: batch is of "
+            f"the whole step"
+        )
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is one of {sorted(OPTIMIZERS)}, not {optimizer!r}")
     if plan is None:
@@ -106,7 +116,7 @@ def suggest(
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     machine, of_device = machine_of(device, link, per_node, transport, dtype)
     limit = of_device if memory is None else read_size(memory)
-    case = Case(None, plan, batch, seq, inputs=inputs, loss=loss)
+    case = Case(None, plan, batch, seq, inputs=inputs, loss=loss, micro_batches=micro_batches)
     search = _Search(model, case, machine, limit, optimizer)
     found = search.run(world_size)
     return Suggestion(
@@ -114,6 +124,7 @@ def suggest(
         world_size,
         batch,
         seq,
+        micro_batches,
         machine,
         limit,
         tuple(found),
@@ -150,24 +161,40 @@ class _Search:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
             raise ValueError(
                 f"no mesh of {world_size} devices takes a batch of {self.case.batch} sequences of "
-                f"{self.case.seq} tokens: dp has to divide the batch, tp_row to have tokens for "
-                f"each rank, and tp_col heads; FSDP2 alone takes one of "
-                f"{_divisors(self.case.batch)} devices. {reasons}"
+                f"{self.case.seq} tokens{self._in_parts()}: dp has to divide the batch, tp_row to "
+                f"have tokens for each rank, and tp_col heads; FSDP2 alone takes one of "
+                f"{_divisors(self._least_batch())} devices. {reasons}"
             )
         fastest = sorted(self.found, key=lambda way: self.found[way].seconds)
-        best_meshes = list(dict.fromkeys(way.shape for way in fastest))[:TRIED_FURTHER]
+        best_meshes = _meshes(fastest)
+        best_stock = _meshes(way for way in fastest if way.stock)
         for way in fastest:
             if not way.moves_weights:
                 continue
+            ways = [way]
             if way.shape in best_meshes or way.stock or not self.found[way].fits:
-                self._try(replace(way, keep=False))
+                ways += self._without_kept(way)
+            if way.shape in best_meshes or (way.stock and way.shape in best_stock):
+                ways += [each for one in ways for each in _hybrids(one)]
             if way.shape in best_meshes and not way.stock and way.algorithm == "pipelined":
-                self._try(replace(way, algorithm="collective"))
+                ways.append(replace(way, algorithm="collective"))
+            for each in ways:
+                self._try(each)
         if not any(each.fits for each in self.found.values()):
             for way in list(self.found):
                 if not way.keep or not way.moves_weights:
                     self._try(replace(way, recompute=True))
         return self._ranked()
+
+    def _without_kept(self, way: Way) -> Iterator[Way]:
+        """How it runs with gathered weights freed after each use."""
+        if self.case.micro_batches == 1:
+            yield replace(way, keep=False)
+            return
+        yield replace(way, keep=False, reduce_each=True)
+        if way.stock:
+            # Under no_sync a grid keeps what it has gathered.
+            yield replace(way, keep=False)
 
     def _ranked(self) -> list[Candidate]:
         found = sorted(self.found.values(), key=lambda each: (not each.fits, each.seconds))
@@ -179,8 +206,8 @@ class _Search:
                 f"nothing fits in {in_bytes(self.limit)}: the least is "
                 f"{in_bytes(least.memory.peak)} a device, for {least.name}"
                 f"{', recomputing' * least.recompute}, of which parameters, gradients and the "
-                f"optimizer's state are {in_bytes(kept)}: give as much, or use more devices, a "
-                f"smaller batch or shorter sequences"
+                f"optimizer's state are {in_bytes(kept)}: give as much, or use more devices, more "
+                f"micro-batches, a smaller batch or shorter sequences"
             )
         return found
 
@@ -197,7 +224,8 @@ class _Search:
                     yield Way("TP", shape, self.stock_algorithm)
                 if rows == 1 and self.case.plan is None:
                     yield Way("TP+SP", shape)
-                row_dim = 1 if self.case.batch // replicas < rows and self.case.plan is None else 0
+                few = self._least_batch() // replicas < rows
+                row_dim = 1 if few and self.case.plan is None else 0
                 yield Way("2-D", shape, self.algorithm, row_dim)
 
     def _try(self, way: Way) -> None:
@@ -216,32 +244,34 @@ class _Search:
         transport = "nccl" if way.stock else self.machine.transport
         case = replace(
             self.case,
-            shape=way.shape,
+            shape=way.mesh_shape,
             plan=NO_PLAN
             if way.kind == "FSDP2"
             else lambda model, mesh: self._plan(way, model, mesh),
             transport=transport,
             reshard=not way.keep,
             recompute=way.recompute,
+            reduce_each=way.reduce_each,
         )
-        timing, moved, memory = self._numbers(way, case)
+        numbers = self._numbers(way, case)
         plan = None
         if way.kind != "FSDP2":
-            with fake_mesh(way.shape, 0, transport) as mesh:
+            with fake_mesh(way.mesh_shape, 0, transport) as mesh:
                 plan = self._plan(way, self.model, mesh[TP_ROW, TP_COL])
         return Candidate(
             way.name,
-            way.shape if replicas > 1 else way.shape[1:],
+            way.mesh_shape,
             plan,
             way.stock,
             way.algorithm,
             way.row_dim,
             way.keep,
+            way.reduce_each,
             way.recompute,
-            timing,
-            moved,
-            memory,
-            self.limit is None or memory.peak <= self.limit,
+            numbers.timing,
+            numbers.bytes,
+            numbers.memory,
+            self.limit is None or numbers.memory.peak <= self.limit,
         )
 
     def _plan(self, way: Way, model: nn.Module, mesh: DeviceMesh) -> Any:
@@ -263,20 +293,19 @@ class _Search:
                 style.reshard_after_forward = not way.keep
         return plan
 
-    def _numbers(self, way: Way, case: Case) -> tuple[Timing, int, Memory]:
-        """Of all layers, from few of them."""
-        if self.layers <= FEW + 1:
-            return self._of(way, case)
-        less, few = (self._of(way, replace(case, layers=n)) for n in (FEW - 1, FEW))
-        more = self.layers - FEW
-        fields = {
-            name: value + more * (value - getattr(less[2], name))
-            for name, value in asdict(few[2]).items()
-        }
-        timing = few[0] + (few[0] + less[0] * -1) * more
-        return timing, few[1] + more * (few[1] - less[1]), Memory(**fields)
+    def _numbers(self, way: Way, case: Case) -> _Numbers:
+        """Of all layers and micro-batches, from few of them."""
+        micro_batch = case.batch // case.micro_batches
 
-    def _of(self, way: Way, case: Case) -> tuple[Timing, int, Memory]:
+        def of_parts(parts: int) -> _Numbers:
+            fewer = replace(case, batch=micro_batch * parts, micro_batches=parts)
+            return _told_from(
+                lambda layers: self._of(way, replace(fewer, layers=layers)), self.layers
+            )
+
+        return _told_from(of_parts, case.micro_batches)
+
+    def _of(self, way: Way, case: Case) -> _Numbers:
         step = run_step(self.model, case)
         found = describe_step(step, self.model, case, self.optimizer)
         reach: dict[str, int] = {}
@@ -285,7 +314,47 @@ class _Search:
             ranks *= size
             reach[name] = ranks
         timing = simulate(step.recorder.events, self.machine, reach, stock=way.stock)
-        return timing, found.total_bytes, found.memory
+        return _Numbers(timing, found.total_bytes, found.memory)
+
+    def _least_batch(self) -> int:
+        return self.case.batch // self.case.micro_batches
+
+    def _in_parts(self) -> str:
+        parts = self.case.micro_batches
+        return f" in {parts} micro-batches" if parts > 1 else ""
+
+
+class _Numbers(NamedTuple):
+    timing: Timing
+    bytes: int
+    memory: Memory
+
+    def and_more(self, times: int, less: _Numbers) -> _Numbers:
+        """With so many times what these have more than ``less``."""
+        memory = {
+            name: value + times * (value - getattr(less.memory, name))
+            for name, value in asdict(self.memory).items()
+        }
+        timing = self.timing + (self.timing + less.timing * -1) * times
+        moved = self.bytes + times * (self.bytes - less.bytes)
+        return _Numbers(timing, moved, Memory(**memory))
+
+
+def _told_from(of: Callable[[int], _Numbers], count: int) -> _Numbers:
+    """Of so many equal things, from what :data:`FEW` of them and one less are."""
+    if count <= FEW + 1:
+        return of(count)
+    return of(FEW).and_more(count - FEW, of(FEW - 1))
+
+
+def _hybrids(way: Way) -> list[Way]:
+    """HSDP in the place of FSDP2, with any number of copies of the weights."""
+    return [replace(way, replicate=copies) for copies in _divisors(way.shape[0])[1:-1]]
+
+
+def _meshes(fastest: Iterable[Way]) -> list[tuple[int, int, int]]:
+    """The first ones, of which more is tried."""
+    return list(dict.fromkeys(way.shape for way in fastest))[:TRIED_FURTHER]
 
 
 def _divisors(number: int) -> Sequence[int]:

@@ -216,7 +216,7 @@ class Recorder(TorchDispatchMode):
         elif not func.is_view:
             self._compute(func, args, kwargs, out)
         if of_fsdp or func.namespace == "fsdp":
-            self._gathered_by_fsdp(args)
+            self._gathered_by_fsdp((args, kwargs))
         self._allocate(func, args, kwargs, out, bool(op))
         return out
 
@@ -252,9 +252,9 @@ class Recorder(TorchDispatchMode):
         for x in made:
             self._hold(x, kind, self.current())
 
-    def _gathered_by_fsdp(self, args: Any) -> None:
+    def _gathered_by_fsdp(self, given: Any) -> None:
         """What FSDP2 gathers into, and what it copies that to, was there before."""
-        found = [id(x.untyped_storage()) for x in _tensors(args)]
+        found = [id(x.untyped_storage()) for x in _tensors(given)]
         held = [self._storages[key] for key in found if key in self._storages]
         if not any(kind in (PARAMETERS, GATHERED) for _, kind, _, _ in held):
             return

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch_compat import local_tensor
 from ..comm import Pending
-from .versions import same_bits, versions
+from .versions import copy_to_compare, same_bits, versions
 
 __all__ = ["Accumulation"]
 
@@ -24,7 +24,7 @@ class _Weight:
     param: Tensor
     versions: tuple[int | None, ...]
     values: Tensor | None
-    """The shard's at that time: on a CPU, elsewhere comparing them stops the stream."""
+    """The shard's at that time."""
     gathered: Tensor
 
     def is_of(self, param: Tensor, dtype: torch.dtype) -> bool:
@@ -95,8 +95,7 @@ class Accumulation:
         """Keep a module's gathered weight for the next micro-batch, if there is to be one."""
         if not self.holds or module in self._weights:
             return
-        shard = local_tensor(module.weight).detach()
-        values = shard.clone() if shard.device.type == "cpu" else None
+        values = copy_to_compare(local_tensor(module.weight).detach())
         self._weights[module] = _Weight(module.weight, versions(module.weight), values, gathered)
 
     def keep_gradient(

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import active_fake_mode, forward_hooks, forward_pre_hooks, tree_leaves
+from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
 from ..comm import Pending
 from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
 from .reductions import backward_of
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
-from .versions import same_bits, versions
+from .versions import copy_to_compare, same_bits, versions
 
 __all__ = [
     "AHEAD",
@@ -58,7 +58,7 @@ class Prepared:
     gather: Callable[[], Pending] | None = None
     sources: Sequence[Tensor] = ()
     on_behalf: OnBehalf = nullcontext
-    _then: Sequence[Tensor] = ()
+    _then: Sequence[tuple[Tensor, Tensor]] = ()
     _moving: Pending | None = None
 
     def start(self) -> None:
@@ -79,18 +79,14 @@ class Prepared:
             self._moving.wait()
 
     def remember(self) -> None:
-        """Remember the values, for :meth:`changed`: on a CPU, elsewhere that stops the stream.
-
-        Fake tensors have none.
-        """
-        if active_fake_mode() is not None:
-            self.sources = []
-        self.sources = [source for source in self.sources if source.device.type == "cpu"]
-        self._then = [source.clone() for source in self.sources]
+        """Remember the values, for :meth:`changed`."""
+        copies = map(copy_to_compare, self.sources)
+        pairs = zip(self.sources, copies, strict=True)
+        self._then = [(source, then) for source, then in pairs if then is not None]
 
     def changed(self) -> bool:
         """Whether a parameter was changed since, though torch did not see it."""
-        return not all(map(same_bits, self.sources, self._then))
+        return not all(same_bits(source, then) for source, then in self._then)
 
 
 class _Seen:
