@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,18 @@ import transformers
 from torch import nn
 
 import torch_tp2d
-from torch_tp2d.planner.candidates import Candidate, Suggestion
+from torch_tp2d.planner.candidates import Candidate, Suggestion, Way
+from torch_tp2d.planner.machine import machine_of
+from torch_tp2d.planner.search import Search
+from torch_tp2d.planner.step import Case
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tutorials"))
+import train_swin_unet
+from paper_tables import SHOWN, show
+from swin_unet import SwinUNet, SwinUNetConfig
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE, SEQ, VOCAB = "rtx4090", 512, 50257
-GIB = 2**30
 
 Model = tuple[int, int, int]
 """Layers, hidden size, heads."""
@@ -48,6 +58,21 @@ ROWS_OF_TABLE_2: tuple[tuple[str, int, int, str, float, float], ...] = (
     ("TP2D=4, DP=2", 8, 64, "FSDP2 2 x 2-D 2x2", 20.0, 43),
 )
 """The paper's name, devices, batch, ours, its GB and its hours."""
+
+
+ROWS_OF_TABLE_5: tuple[tuple[str, tuple[int, int], float], ...] = (
+    ("TP=2", (1, 2), 8.0),
+    ("TP=4", (1, 4), 4.8),
+    ("TP2D=4", (2, 2), 3.5),
+)
+"""The paper's name, our mesh, the paper's GB; its fourth row offloads to the host."""
+SLICES = 24
+"""A batch of Table 5."""
+
+HUGE: Model = 96, 16384, 128
+STRONG_BATCH, WEAK_BATCH = 2048, 2
+"""Sequences of a step, and of each device, when devices become more."""
+TRIED = 3
 
 
 def gpt2(model: Model) -> nn.Module:
@@ -186,90 +211,86 @@ def table_4() -> dict[str, Any]:
     return found
 
 
-def collect(tables: Sequence[int], out: Path) -> dict[str, Any]:
+def table_5() -> list[dict[str, Any]]:
+    """Memory of a Swin-UNet. The paper does not say its sizes: one for images of 224 pixels."""
+    sizes = SwinUNetConfig((224, 224), dim=96, depths=(2,) * 4, heads=(4, 8, 16, 32), window=7)
+    with torch.device("meta"):
+        model = SwinUNet(sizes)
+        images = torch.zeros(SLICES, sizes.channels, *sizes.image)
+    rows: list[dict[str, Any]] = []
+    for name, shape, memory in ROWS_OF_TABLE_5:
+        found = torch_tp2d.describe(
+            model,
+            shape,
+            train_swin_unet.plan_2d(),
+            batch=SLICES,
+            seq=1,
+            inputs=(images,),
+            loss=lambda scores: scores.sum(),
+        ).memory
+        rows.append({"paper": name, "GB": memory, "mesh": shape, "peak_bytes": found.peak})
+    return rows
+
+
+def scaling(devices: Sequence[int] = (64, 256, 1024, 4096, 16384)) -> list[dict[str, Any]]:
+    """A model of 0.3 T parameters on nodes of eight H100, the batch fixed, or growing with them.
+
+    Layers are computed again and gathered weights freed, whatever memory there is. Of torch's own
+    plans and of ours those that move least are run, and the square grid of all devices.
+    """
+    machine, _ = machine_of("h100", "400gbit", 8, None, torch.bfloat16)
+    model = gpt2(HUGE)
+    rows: list[dict[str, Any]] = []
+    for count in devices:
+        for kind, batch in {"strong": STRONG_BATCH, "weak": count * WEAK_BATCH}.items():
+            search = Search(model, Case(None, None, batch, SEQ), machine, None, "adamw")
+            ways = search.ways(count)
+            side = math.isqrt(count)
+            chosen = {
+                "stock": [way for way in ways if way.stock],
+                "2-D": [way for way in ways if not way.stock and way.shape[1] > 1],
+                "square": [Way("2-D", (1, side, side), "pipelined")],
+            }
+            row: dict[str, Any] = {"devices": count, "kind": kind, "batch": batch}
+            for name, group in chosen.items():
+                tried = (found for way in group if (found := run_leanly(search, way)) is not None)
+                best = min(islice(tried, TRIED), key=lambda each: each.seconds, default=None)
+                if best is not None:
+                    row[name] = {**row_of(best), "sequences": batch / best.seconds / count}
+            rows.append(row)
+    return rows
+
+
+def run_leanly(search: Search, way: Way) -> Candidate | None:
+    """With all that spares memory; None for what does not suit the model."""
+    try:
+        return search.predict(replace(way, keep=not way.moves_weights, recompute=True))
+    except (ValueError, RuntimeError):
+        return None
+
+
+def collect(tables: Sequence[str], out: Path) -> dict[str, Any]:
     """Predict these tables; each is written when it is there, and those of before are kept."""
     report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     report["torch"], report["device"] = torch.__version__, DEVICE
     report["torch_tp2d"] = torch_tp2d.__version__
     found: dict[int, Suggestion] = {}
-    if {1, 2} & {*tables}:
+    if {"1", "2"} & {*tables}:
         found[4] = predict(gpt2(LARGE), 4, 32)
-    if 2 in tables:
+    if "2" in tables:
         found[8] = predict(gpt2(LARGE), 8, 64)
-    made = {
-        1: lambda: table_1(found[4]),
-        2: lambda: table_2(found),
-        3: table_3,
-        4: table_4,
+    made: dict[str, Callable[[], Any]] = {
+        "1": lambda: table_1(found[4]),
+        "2": lambda: table_2(found),
+        "3": table_3,
+        "4": table_4,
+        "5": table_5,
+        "scaling": scaling,
     }
-    for number in tables:
-        report[f"table {number}"] = made[number]()
+    for name in tables:
+        report[SHOWN[name][0]] = made[name]()
         out.write_text(json.dumps(report, indent=1) + "\n")
     return report
-
-
-def show(report: dict[str, Any]) -> str:
-    """The tables as Markdown."""
-    lines = [f"{report['device']}, torch {report['torch']}: predicted, but where it says otherwise"]
-    if "table 1" in report:
-        lines += ["", "Table 1: part of one device's memory on each of four, the 2.5 B model", ""]
-        lines += ["| plan | parameters | gradients | Adam | activations |", "|---|---|---|---|---|"]
-        for name, parts in report["table 1"].items():
-            lines.append(f"| {name} | " + " | ".join(f"{x:.2f}" for x in parts.values()) + " |")
-        lines += [
-            "| paper: TP | 0.25 | 0.25 | 0.25 | 1 |",
-            "| paper: TP2D | 0.25 | 0.25 | 0.25 | 0.25 |",
-        ]
-    if "table 2" in report:
-        rows = report["table 2"]
-        lines += ["", "Table 2: the 2.5 B model; time as a part of TP's on as many devices", ""]
-        lines += ["| devices | paper's plan | paper: GB | paper: time | plan | GiB | time |"]
-        lines += ["|---|---|---|---|---|---|---|"]
-        of_tp = {row["devices"]: row for row in rows if row["paper"] in ("TP=4", "TP=8")}
-        for row in rows:
-            if row["paper"] == "DP=4":
-                lines.append(
-                    f"| 4 | DP=4 | out of memory | | DP 4, too large | "
-                    f"{row['peak_bytes'] / GIB:.1f} | |"
-                )
-                continue
-            tp = of_tp[row["devices"]]
-            paper = f"{row['GB']} | {row['hours'] / tp['hours']:.2f}" if row["paper"] else "| "
-            note = ", recomputing" * row["recomputes"] + ", too large" * (not row["fits"])
-            lines.append(
-                f"| {row['devices']} | {row['paper'] or 'the fastest of all'} | {paper} | "
-                f"{row['plan']}{note} | {row['peak_bytes'] / GIB:.1f} | "
-                f"{row['seconds'] / tp['seconds']:.2f} |"
-            )
-    if "table 3" in report:
-        one = report["table 3"][0]["rate"]["best"]
-        lines += [
-            "",
-            "Table 3's models, 8 sequences a device: work a second and device, of one's",
-            "",
-        ]
-        lines += [
-            "| devices | parameters | TP | TP+SP | 2-D | fastest of all |",
-            "|---|---|---|---|---|---|",
-        ]
-        for row in report["table 3"]:
-            cells = [
-                f"{row['rate'][kind] / one:.2f} ({row['plan'][kind]})"
-                if kind in row["rate"]
-                else ""
-                for kind in ("TP", "TP+SP", "2-D", "best")
-            ]
-            lines.append(
-                f"| {row['devices']} | {row['parameters'] / 1e9:.2f} B | {' | '.join(cells)} |"
-            )
-        lines += ["| paper, 4 | | 0.83 | | 0.86 | |", "| paper, 8 | | 0.74 | | 0.79 | |"]
-    if "table 4" in report:
-        lines += ["", "Table 4: how many times TP2D's time TP takes on four devices", ""]
-        heads = ["paper", "predicted TP", "predicted TP+SP", "measured TP"]
-        lines += [f"| model | {' | '.join(heads)} |", "|---" * 5 + "|"]
-        for kind, cells in report["table 4"].items():
-            lines.append(f"| {kind} | " + " | ".join(f"{cells[head]:.2f}" for head in heads) + " |")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -277,12 +298,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The paper's tables, predicted.")
     parser.add_argument("--out", type=Path, help="the JSON to write")
     parser.add_argument("--show", type=Path, help="a JSON to print as tables")
-    parser.add_argument("--table", type=int, action="append", choices=(1, 2, 3, 4))
+    parser.add_argument("--table", action="append", choices=SHOWN)
     args = parser.parse_args(argv)
     if (args.out is None) == (args.show is None):
         parser.error("--out or --show")
     if args.show is None:
-        report = collect(args.table or (1, 2, 3, 4), args.out)
+        report = collect(args.table or [*SHOWN], args.out)
     else:
         report = json.loads(args.show.read_text())
     print(show(report))

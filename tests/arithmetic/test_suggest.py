@@ -20,6 +20,7 @@ from support.marks import deep
 from support.models import batch, loss_of, plan_dtensor, relative, transformer
 from torch_tp2d import suggest
 from torch_tp2d.__main__ import main
+from torch_tp2d.planner import search
 from torch_tp2d.planner.candidates import Way
 from torch_tp2d.planner.machine import Machine, read_link, read_size
 from torch_tp2d.planner.simulate import simulate
@@ -135,6 +136,22 @@ def test_copies_of_weights_where_links_between_nodes_are_slow() -> None:
     assert (hybrid.bytes, hybrid.memory.peak) == (whole.total_bytes, whole.memory.peak)
     assert Way("2-D", (4, 2, 2), replicate=2).name == "HSDP 2x2 x 2-D 2x2"
     assert Way("2-D", (4, 2, 2), replicate=2).mesh_shape == (2, 2, 2, 2)
+
+
+@pytest.mark.deep
+def test_of_very_many_meshes_those_that_move_least_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the others only if none of those fits."""
+    sizes = {"batch": 4, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
+    every = suggest(_model(16), 4, **sizes)
+    monkeypatch.setattr(search, "AT_ONCE", 4)
+    few = suggest(_model(16), 4, **sizes)
+    assert few.best.name == every.best.name and len(few.candidates) < len(every.candidates)
+    assert any("others" in name for name in few.refused) and "others: by arithmetic" in str(few)
+    least = min(every.candidates, key=lambda each: each.memory.peak)
+    tight = suggest(_model(16), 4, memory=least.memory.peak, **sizes)
+    assert tight.best.memory.peak <= least.memory.peak
 
 
 @pytest.mark.deep

@@ -66,7 +66,7 @@ class Case:
         recompute: whether layers are computed again for backward.
         micro_batches: of a step, which together are ``batch``.
         reduce_each: whether gradients are reduced in each of them, and weights gathered; else once.
-        dropout: whether anything is dropped: on a grid that is more work than in torch alone.
+        dropout: whether modules drop anything.
     """
 
     shape: tuple[int, ...] | None

@@ -1,0 +1,313 @@
+"""The ways to run a model on so many devices, tried one by one without values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import GLOO
+from ..mesh.layouts import TP_COL, TP_ROW
+from ..plans import plan_for
+from ..plans.sample import copy_without_values
+from .candidates import Candidate, Way
+from .describe import Memory, describe_step
+from .machine import Machine
+from .sandbox import equal_layers, fake_mesh
+from .simulate import Timing, simulate
+from .step import NO_PLAN, Case, run_step
+from .table import in_bytes
+
+__all__ = ["Search"]
+
+FEW = 3
+"""So many layers, or micro-batches, and one less are run; what one adds is added for more."""
+AT_ONCE = 64
+"""So many meshes, those that move least, are tried, and more only if none of them fits."""
+TRIED_FURTHER = 3
+"""Of how many of the fastest meshes other ways of running them are tried."""
+
+
+class Search:
+    """Candidates of a model on a machine.
+
+    Args:
+        case: the batch, and a plan if it is not to be the ready one.
+        limit: bytes of a device, or None.
+        optimizer: one of :data:`~torch_tp2d.planner.describe.OPTIMIZERS`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        case: Case,
+        machine: Machine,
+        limit: float | None,
+        optimizer: str,
+    ) -> None:
+        self.case, self.machine, self.limit, self.optimizer = case, machine, limit, optimizer
+        # Once for all: of a model in memory each copy would be large.
+        self.model = copy_without_values(model)
+        self.layers = equal_layers(self.model)
+        # A plan of the user's has its own.
+        self.algorithm = "pipelined" if case.plan is None else "auto"
+        self.stock_algorithm = "collective" if case.plan is None else "auto"
+        self.refused: dict[str, str] = {}
+        self.found: dict[Way, Candidate] = {}
+
+    def run(self, world_size: int) -> list[Candidate]:
+        """All that can be run, the fastest that fits first."""
+        ways = iter(self.ways(world_size))
+        while not any(each.fits for each in self.found.values()):
+            if not self._try_next(ways):
+                break
+            self._try_variants()
+        if not self.found:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            raise ValueError(
+                f"no mesh of {world_size} devices takes a batch of {self.case.batch} sequences of "
+                f"{self.case.seq} tokens{self._in_parts()}: dp has to divide the batch, tp_row to "
+                f"have tokens for each rank, and tp_col heads; FSDP2 alone takes one of "
+                f"{_divisors(self._least_batch())} devices. {reasons}"
+            )
+        left = len(list(ways))
+        if left:
+            self.refused[f"{left} others"] = "by arithmetic they move more than those above"
+        return self._ranked()
+
+    def _try_next(self, ways: Iterator[Way]) -> list[Way]:
+        """The next that can be run, at most :data:`AT_ONCE`."""
+        return list(islice(filter(self._try, ways), AT_ONCE))
+
+    def _try_variants(self) -> None:
+        """Other ways of running what was tried: fewer weights kept, other transfers, HSDP."""
+        fastest = sorted(self.found, key=lambda way: self.found[way].seconds)
+        best_meshes = _meshes(fastest)
+        best_stock = _meshes(way for way in fastest if way.stock)
+        for way in fastest:
+            if not way.moves_weights:
+                continue
+            ways = [way]
+            if way.shape in best_meshes or way.stock or not self.found[way].fits:
+                ways += self._without_kept(way)
+            if way.shape in best_meshes or (way.stock and way.shape in best_stock):
+                ways += [each for one in ways for each in _hybrids(one)]
+            if way.shape in best_meshes and not way.stock and way.algorithm == "pipelined":
+                ways.append(replace(way, algorithm="collective"))
+            for each in ways:
+                self._try(each)
+        if not any(each.fits for each in self.found.values()):
+            for way in list(self.found):
+                if not way.keep or not way.moves_weights:
+                    self._try(replace(way, recompute=True))
+
+    def _without_kept(self, way: Way) -> Iterator[Way]:
+        """How it runs with gathered weights freed after each use."""
+        if self.case.micro_batches == 1:
+            yield replace(way, keep=False)
+            return
+        yield replace(way, keep=False, reduce_each=True)
+        if way.stock:
+            # Under no_sync a grid keeps what it has gathered.
+            yield replace(way, keep=False)
+
+    def _ranked(self) -> list[Candidate]:
+        found = sorted(self.found.values(), key=lambda each: (not each.fits, each.seconds))
+        if not found[0].fits:
+            assert self.limit is not None
+            least = min(found, key=lambda each: each.memory.peak)
+            kept = least.memory.parameters + least.memory.gradients + least.memory.optimizer
+            raise ValueError(
+                f"nothing fits in {in_bytes(self.limit)}: the least is "
+                f"{in_bytes(least.memory.peak)} a device, for {least.name}"
+                f"{', recomputing' * least.recompute}, of which parameters, gradients and the "
+                f"optimizer's state are {in_bytes(kept)}: give as much, or use more devices, more "
+                f"micro-batches, a smaller batch or shorter sequences"
+            )
+        return found
+
+    def ways(self, world_size: int) -> list[Way]:
+        """Every mesh once, as it is run best as a rule; first those that move least, roughly."""
+        return sorted(self._on_each_mesh(world_size), key=self._seconds_roughly)
+
+    def _on_each_mesh(self, world_size: int) -> Iterator[Way]:
+        yield Way("FSDP2", (world_size, 1, 1))
+        for replicas in _divisors(world_size):
+            for rows in _divisors(world_size // replicas):
+                columns = world_size // replicas // rows
+                shape = replicas, rows, columns
+                if rows * columns == 1:
+                    continue
+                if rows == 1:
+                    yield Way("TP", shape, self.stock_algorithm)
+                if rows == 1 and self.case.plan is None:
+                    yield Way("TP+SP", shape)
+                few = self._least_batch() // replicas < rows
+                row_dim = 1 if few and self.case.plan is None else 0
+                yield Way("2-D", shape, self.algorithm, row_dim)
+
+    def _seconds_roughly(self, way: Way) -> float:
+        """Of its transfers, one after the other: to try first what may be best of very many.
+
+        Weights are gathered and reduced along ``dp`` and ``tp_row``; along ``tp_col`` the narrower
+        side of each moves tokens, forward and backward.
+        """
+        replicas, rows, columns = way.shape
+        weights = [p for p in self.model.parameters() if p.ndim > 1]
+        size = sum(p.numel() * p.itemsize for p in weights)
+        width = sum(p.numel() // max(p.shape) * p.itemsize for p in weights)
+        tokens = self.case.batch * self.case.seq / (replicas * rows)
+        reach, seconds = 1, 0.0
+        for ranks, held in (
+            (columns, tokens * width),
+            (rows, size / columns),
+            (replicas, size / columns / rows),
+        ):
+            reach *= ranks
+            seconds += 2 * held * (ranks - 1) / ranks / self.machine.rate(reach)[1]
+        return seconds
+
+    def _try(self, way: Way) -> bool:
+        """Whether it can be run."""
+        if way not in self.found:
+            try:
+                self.found[way] = self.predict(way)
+            except (ValueError, RuntimeError) as error:
+                # RuntimeErrors are the model's own, or DTensor's, on shards that do not suit it.
+                self.refused[way.name] = str(error).partition("\n")[0]
+        return way in self.found
+
+    def predict(self, way: Way) -> Candidate:
+        """What it would cost.
+
+        Raises:
+            ValueError, RuntimeError: for what cannot be run.
+        """
+        replicas = way.shape[0]
+        if self.case.batch % replicas:
+            raise ValueError(f"a batch of {self.case.batch} does not divide over {replicas}")
+        transport = "nccl" if way.stock else self.machine.transport
+        case = replace(
+            self.case,
+            shape=way.mesh_shape,
+            plan=NO_PLAN
+            if way.kind == "FSDP2"
+            else lambda model, mesh: self._plan(way, model, mesh),
+            transport=transport,
+            reshard=not way.keep,
+            recompute=way.recompute,
+            reduce_each=way.reduce_each,
+            # Two kernels on a GPU, as torch's; without one it is traced as the operators inside.
+            dropout=self.machine.transport == GLOO.name,
+        )
+        numbers = self._numbers(way, case)
+        plan = None
+        if way.kind != "FSDP2":
+            with fake_mesh(way.mesh_shape, 0, transport) as mesh:
+                plan = self._plan(way, self.model, mesh[TP_ROW, TP_COL])
+        return Candidate(
+            way.name,
+            way.mesh_shape,
+            plan,
+            way.stock,
+            way.algorithm,
+            way.row_dim,
+            way.keep,
+            way.reduce_each,
+            way.recompute,
+            numbers.timing,
+            numbers.bytes,
+            numbers.memory,
+            self.limit is None or numbers.memory.peak <= self.limit,
+        )
+
+    def _plan(self, way: Way, model: nn.Module, mesh: DeviceMesh) -> Any:
+        given = self.case.plan
+        if given is None:
+            plan: Any = plan_for(
+                model,
+                mesh,
+                inputs=self.case.inputs,
+                sequence_parallel=way.kind != "TP",
+                row_dim=way.row_dim,
+                algorithm=way.algorithm,
+            )
+        else:
+            plan = given(model, mesh) if callable(given) else given
+        plan = {name: copy.copy(style) for name, style in plan.items()}
+        for style in plan.values():
+            if hasattr(style, "reshard_after_forward") and way.moves_weights:
+                style.reshard_after_forward = not way.keep
+        return plan
+
+    def _numbers(self, way: Way, case: Case) -> _Numbers:
+        """Of all layers and micro-batches, from few of them."""
+        micro_batch = case.batch // case.micro_batches
+
+        def of_parts(parts: int) -> _Numbers:
+            fewer = replace(case, batch=micro_batch * parts, micro_batches=parts)
+            return _told_from(
+                lambda layers: self._of(way, replace(fewer, layers=layers)), self.layers
+            )
+
+        return _told_from(of_parts, case.micro_batches)
+
+    def _of(self, way: Way, case: Case) -> _Numbers:
+        step = run_step(self.model, case)
+        found = describe_step(step, self.model, case, self.optimizer)
+        reach: dict[str, int] = {}
+        ranks = 1
+        for name, size in reversed(step.mesh.items()):
+            ranks *= size
+            reach[name] = ranks
+        timing = simulate(step.recorder.events, self.machine, reach, stock=way.stock)
+        return _Numbers(timing, found.total_bytes, found.memory)
+
+    def _least_batch(self) -> int:
+        return self.case.batch // self.case.micro_batches
+
+    def _in_parts(self) -> str:
+        parts = self.case.micro_batches
+        return f" in {parts} micro-batches" if parts > 1 else ""
+
+
+class _Numbers(NamedTuple):
+    timing: Timing
+    bytes: int
+    memory: Memory
+
+    def and_more(self, times: int, less: _Numbers) -> _Numbers:
+        """With so many times what these have more than ``less``."""
+        memory = {
+            name: value + times * (value - getattr(less.memory, name))
+            for name, value in asdict(self.memory).items()
+        }
+        timing = self.timing + (self.timing + less.timing * -1) * times
+        moved = self.bytes + times * (self.bytes - less.bytes)
+        return _Numbers(timing, moved, Memory(**memory))
+
+
+def _told_from(of: Callable[[int], _Numbers], count: int) -> _Numbers:
+    """Of so many equal things, from what :data:`FEW` of them and one less are."""
+    if count <= FEW + 1:
+        return of(count)
+    return of(FEW).and_more(count - FEW, of(FEW - 1))
+
+
+def _hybrids(way: Way) -> list[Way]:
+    """HSDP in the place of FSDP2, with any number of copies of the weights."""
+    return [replace(way, replicate=copies) for copies in _divisors(way.shape[0])[1:-1]]
+
+
+def _meshes(fastest: Iterable[Way]) -> list[tuple[int, int, int]]:
+    """The first ones, of which more is tried."""
+    return list(dict.fromkeys(way.shape for way in fastest))[:TRIED_FURTHER]
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
