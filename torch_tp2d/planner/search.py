@@ -18,6 +18,7 @@ from ..plans.sample import copy_without_values
 from .candidates import Candidate, Way
 from .describe import Memory, describe_step
 from .machine import Machine
+from .rates import Rates
 from .sandbox import equal_layers, fake_mesh
 from .simulate import Timing, simulate
 from .step import NO_PLAN, Case, run_step
@@ -57,6 +58,8 @@ class Search:
         # A plan of the user's has its own.
         self.algorithm = "pipelined" if case.plan is None else "auto"
         self.stock_algorithm = "collective" if case.plan is None else "auto"
+        on_gloo = machine.transport == GLOO.name
+        self.rates = Rates(machine.link, machine.link, machine.flops) if on_gloo else None
         self.refused: dict[str, str] = {}
         self.found: dict[Way, Candidate] = {}
 
@@ -202,8 +205,9 @@ class Search:
             reshard=not way.keep,
             recompute=way.recompute,
             reduce_each=way.reduce_each,
-            # Two kernels on a GPU, as torch's; without one it is traced as the operators inside.
-            dropout=self.machine.transport == GLOO.name,
+            rates=None if way.stock else self.rates,
+            # Two kernels on a GPU, as torch's; what is traced is the operators inside.
+            dropout=self.rates is not None,
         )
         numbers = self._numbers(way, case)
         plan = None

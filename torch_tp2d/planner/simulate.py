@@ -66,8 +66,9 @@ def simulate(
     on_gloo = machine.transport == "gloo"
     for number, event in enumerate(events):
         if isinstance(event, Compute):
-            work = event.flops / machine.flops + event.ops * machine.op_seconds
-            work += event.touched / machine.memory_rate
+            # A product reads and writes while it multiplies.
+            work = max(event.flops / machine.flops, event.touched / machine.memory_rate)
+            work += event.ops * machine.op_seconds
             now += work
             compute += work
         elif isinstance(event, Wait):

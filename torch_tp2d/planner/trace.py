@@ -38,13 +38,27 @@ __all__ = ["Compute", "Event", "Kept", "Recorder", "Start", "Wait"]
 _COPIES = frozenset({"aten::_to_copy", "aten::cat", "aten::clone", "aten::constant_pad_nd"})
 """Operators whose result is as much a parameter's as what they are given."""
 
+_NO_WORK = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        # What a fake tensor asks to know its device.
+        "prim::device",
+    }
+)
+"""Operators that read and write nothing, views apart."""
+
 PARAMETERS, GATHERED, ACTIVATIONS, TEMPORARY = "parameters", "gathered", "activations", "temporary"
 """Kinds of memory: what is gathered of parameters, what forward made, what backward made."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Work of this rank between two transfers.
+    """Work of this rank: a product, or all else between two transfers or products.
 
     Args:
         flops: multiplications and additions of products.
@@ -228,13 +242,14 @@ class Recorder(TorchDispatchMode):
         self.events.append(Start(axis, op, received, of_fsdp))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if func.name().partition(".")[0] in _NO_WORK:
+            return
         flops = flops_of(func, args, kwargs, out)
         touched = sum(x.numel() * x.element_size() for x in _tensors((args, kwargs, out)))
         self.flops[self.current()] += flops
         before = self.events[-1] if self.events else None
-        if isinstance(before, Compute):
-            ops = before.ops + 1
-            self.events[-1] = Compute(before.flops + flops, before.touched + touched, ops)
+        if isinstance(before, Compute) and not (before.flops or flops):
+            self.events[-1] = Compute(0, before.touched + touched, before.ops + 1)
         else:
             self.events.append(Compute(flops, touched))
 
