@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import sys
@@ -67,6 +68,7 @@ from measure import (
 from variants import OURS, STOCK_PLANS, Sizes, build, build_share, grids_of
 
 from torch_tp2d.comm.groups import BACKEND
+from torch_tp2d.planner.machine import calibrate
 
 BACKENDS = ("gloo", BACKEND)
 LINKS = {None: "of this machine", "none": "not shaped"}
@@ -149,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"fp32, {args.backend}, {args.repeats} timed steps",
             flush=True,
         )
+    machine = calibrate()
     variants, refused = build(args.plans, args.grid, sizes)
     seen, failed = warm_up(variants, sizes.elements)
     refused |= failed
@@ -181,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "grids": args.grid,
                 "backend": args.backend,
                 "repeats": args.repeats,
+                # What the planner is told, for validate.py; infinity is no JSON.
+                "calibrated": {k: v for k, v in asdict(machine).items() if v != math.inf},
                 "plans": records,
                 "headlines": {which: line._asdict() for which, line in headlines(records).items()},
                 "not_runnable": refused,

@@ -18,13 +18,13 @@ import torch_tp2d
 from support import world
 from support.marks import deep
 from support.models import batch, loss_of, plan_dtensor, relative, transformer
-from torch_tp2d import suggest
+from torch_tp2d import Colwise2D, suggest
 from torch_tp2d.__main__ import main
 from torch_tp2d.planner import search
 from torch_tp2d.planner.candidates import Way
-from torch_tp2d.planner.machine import Machine, read_link, read_size
+from torch_tp2d.planner.machine import Machine, calibrate, read_link, read_size
 from torch_tp2d.planner.simulate import simulate
-from torch_tp2d.planner.step import NO_PLAN
+from torch_tp2d.planner.step import NO_PLAN, Case, run_step
 from torch_tp2d.planner.trace import Compute, Start, Wait
 
 ONE = Machine(flops=1.0, memory_rate=1e30, link=1.0)
@@ -63,6 +63,35 @@ def test_fsdp2_gathers_ahead_but_not_on_gloo() -> None:
     gloo = Machine(flops=1.0, memory_rate=1e30, link=1.0, transport="gloo")
     assert _seconds(events) == 2 + 3 + 3 + 3 + 2
     assert _seconds(events, gloo) == 2 + 3 + 2 + 3 + 4 + 3 + 4
+
+
+def test_a_product_reads_while_it_multiplies_and_sockets_take_the_processor() -> None:
+    slow = Machine(flops=1.0, memory_rate=1.0, link=1.0, host_rate=0.5)
+    assert _seconds([Compute(3, 2), Compute(2, 3)], slow) == 3 + 3
+    # Two bytes take four seconds of the processor, and have come by then.
+    assert _seconds([Start("row", "all_reduce", 2), Compute(3, 0), Wait(0)], slow) == 4 + 3
+
+
+def test_a_question_about_a_device_is_no_work() -> None:
+    """A fake tensor's ``.device`` dispatches ``prim::device``, which was taken for reading it all.
+
+    Of a pipelined block that was four fifths of what a step touched, and suggestions followed.
+    """
+    step = run_step(nn.Linear(8, 8, bias=False), Case((1, 1), Colwise2D(), 2, 4))
+    work = [event for event in step.recorder.events if isinstance(event, Compute)]
+    assert [(event.flops, event.touched) for event in work if event.flops] == [(1024, 768)] * 3
+    assert sum(event.ops for event in work) < 12
+
+
+def _calibrated() -> Machine:
+    return calibrate()
+
+
+def test_ranks_measure_one_machine() -> None:
+    """Each had its own figures, by which two could have suggested two plans."""
+    first, second = world.run(2, _calibrated)
+    assert first == second and 0 < first.latency < 1 and first.transport == "gloo"
+    assert first.link > 1e5 and 1e5 < first.host_rate < 1e12
 
 
 def test_rates_and_sizes_are_read() -> None:

@@ -24,6 +24,7 @@ import measure
 import paper
 import plot
 import traffic
+import validate
 from variants import STOCK_PLANS, Share, Sizes, build
 
 SIZES = Sizes(layers=2, hidden=512, heads=8, batch=8, seq=512)
@@ -276,6 +277,25 @@ class TestThePapersTables:
         parts = json.loads((tmp_path / "paper.json").read_text())["table 1"]
         assert parts["2-D 2x2"]["parameters"] == pytest.approx(0.25, rel=0.05)
         assert parts["2-D 2x2"]["activations"] < parts["TP 4"]["activations"]
+
+
+class TestValidation:
+    def test_predicted_beside_measured(self) -> None:
+        """With links alone seconds are bytes; a plan that takes as long as predicted is 0 off."""
+        plans = ("tp-input", 12.0), ("fsdp-kept", 6.0), ("tp2d:collective 2x2", 4.0)
+        record = {"efficient_reduce_scatter": False}
+        case = {
+            **{"ranks": 4, "layers": 1, "hidden": 64, "heads": 4, "batch": 4, "seq": 16},
+            "calibrated": {"flops": 1e30, "memory_rate": 1e30, "link": 1e4, "transport": "gloo"},
+            "plans": [{**record, "plan": name, "seconds": took} for name, took in plans],
+        }
+        found = {each.name: each for each in validate.validate(case)}
+        # Of a block's 12 h^2 weights FSDP gathers each rank 3/4, and gloo's reduce-scatter is two.
+        assert found["fsdp-kept"].predicted == pytest.approx(3 * 0.75 * 12 * 64**2 * 4e-4, rel=0.03)
+        # Four all-reduces of [4, 16, h].
+        assert found["tp-input"].predicted == pytest.approx(4 * 1.5 * 64 * 64 * 4e-4, rel=0.01)
+        said = validate.report({"small": [*found.values()]})
+        assert "within 15%" in said and "the fastest's time (tp2d:collective 2x2)" in said
 
 
 class TestOnGpus:

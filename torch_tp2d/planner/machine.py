@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..comm import Axis
-from .rates import link_rate
+from ..comm import Axis, all_reduce
+from .rates import host_rate_of, latency_of, link_rate
 
 __all__ = ["DEVICES", "Device", "Machine", "calibrate", "machine_of", "read_link", "read_size"]
 
@@ -25,6 +25,9 @@ LINK_REACHED = 0.8
 """The part of a link's nominal rate that collectives reach, roughly."""
 PROBE_SIDE = 768
 PROBE_BYTES = 32 * 2**20
+CALLS = 1000
+GLOO_SUPPOSED = "gloo", 0.3e-3, math.inf
+"""Transport, latency and host rate, where there are no ranks to measure them on."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Machine:
         link: bytes received a second.
         op_seconds: what calling an operator costs beside its work.
         latency: seconds that a transfer takes beside its bytes.
+        host_rate: bytes received a second by which the processor that computes is itself taken, as
+            gloo's sockets take it.
         near: bytes received a second from the ranks of the same node.
         per_node: ranks of a node; 1 where all ranks are as far from each other.
         transport: ``"nccl"`` or ``"gloo"``.
@@ -80,6 +85,7 @@ class Machine:
     link: float
     op_seconds: float = 0.0
     latency: float = 0.0
+    host_rate: float = math.inf
     near: float = math.inf
     per_node: int = 1
     transport: str = "nccl"
@@ -182,7 +188,7 @@ def machine_of(
 def calibrate(link: float | None = None) -> Machine:
     """Measure this machine: products, memory and, where there is a process group, the link.
 
-    To be called by all ranks of the group together, in half a second.
+    To be called by all ranks of the group together, in half a second; all get the slowest's.
 
     Args:
         link: bytes a second, instead of measuring them.
@@ -203,36 +209,51 @@ def calibrate(link: float | None = None) -> Machine:
             'there is no process group to measure a link on: say link="400gbit" or what yours '
             f"does, or device= one of {sorted(DEVICES)}, or run by torchrun"
         )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if several else None
     with torch.no_grad():
         dtype = torch.bfloat16 if on_gpu else torch.float32
         side = PROBE_SIDE * (8 if on_gpu else 1)
         matrix = torch.rand(side, side, device=device, dtype=dtype)
-        product = _seconds(lambda: matrix @ matrix, device)
         block = torch.zeros(PROBE_BYTES // 4, device=device)
-        copy = _seconds(lambda: block + 1, device)
         small = torch.zeros(8, device=device)
-        call = _seconds(lambda: [small + 1 for _ in range(1000)], device) / 1000
-    transport, latency = ("nccl", 15e-6) if on_gpu else ("gloo", 0.3e-3)
+        taken = [
+            _seconds(lambda: matrix @ matrix, device),
+            _seconds(lambda: block + 1, device),
+            _seconds(lambda: [small + 1 for _ in range(CALLS)], device) / CALLS,
+        ]
+        own = time.process_time()
+        shared = _seconds(lambda: matrix @ matrix, device, count=1) / (time.process_time() - own)
+    if mesh is not None:
+        # Every rank is to have the same machine, and so the same plan.
+        slowest = torch.tensor([*taken, shared], dtype=torch.float64, device=device)
+        *taken, shared = all_reduce(slowest, Axis.of(mesh, 0), "max").wait().tolist()
+    product, copy, call = taken
+    transport, latency, host_rate = ("nccl", 15e-6, math.inf) if on_gpu else GLOO_SUPPOSED
     if link is None:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        link = link_rate(Axis.of(mesh, 0), device)
+        assert mesh is not None
+        axis = Axis.of(mesh, 0)
+        link = link_rate(axis, device)
+        latency = latency_of(axis, device)
+        if not on_gpu:
+            host_rate = host_rate_of(axis) / shared
     return Machine(
         flops=2 * side**3 / product,
         memory_rate=2 * PROBE_BYTES / copy,
         link=link,
         op_seconds=call,
         latency=latency,
+        host_rate=host_rate,
         transport=transport,
     )
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The best of three, after one that does not count."""
+def _seconds(run: Callable[[], object], device: torch.device, count: int = 4) -> float:
+    """The best of all but the first, or the only one."""
     taken = []
-    for _ in range(4):
+    for _ in range(count):
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+    return min(taken[1:] or taken)

@@ -17,6 +17,7 @@ from ..comm.groups import sends
 
 __all__ = ["Rates", "assume", "assumed", "known", "link_rate", "measured", "suppose"]
 
+SMALL_TRANSFERS = 20
 PROBE_BYTES = 512 * 1024
 """What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
 PROBE_SIDE = 384
@@ -110,9 +111,29 @@ def link_rate(axis: Axis, device: torch.device) -> float:
     return PROBE_BYTES * (axis.size - 1) / seconds
 
 
-def _gather(axis: Axis, device: torch.device | str = "cpu") -> None:
-    sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
-    all_gather(sent, 0, (PROBE_BYTES,) * axis.size, axis).wait()
+def latency_of(axis: Axis, device: torch.device) -> float:
+    """Seconds of a gather of next to nothing, that of the slowest; for all its ranks."""
+    start = time.perf_counter()
+    for _ in range(SMALL_TRANSFERS):
+        _gather(axis, device, size=1)
+    seconds = (time.perf_counter() - start) / SMALL_TRANSFERS
+    return all_reduce(torch.tensor([seconds], device=device), axis, "max").wait().item()
+
+
+def host_rate_of(axis: Axis) -> float:
+    """Bytes received in a second of this process' own processor time; the least of all ranks."""
+    _gather(axis)
+    start = time.process_time()
+    for _ in range(3):
+        _gather(axis)
+    taken = torch.tensor([time.process_time() - start], dtype=torch.float64)
+    seconds = all_reduce(taken, axis, "max").wait().item()
+    return 3 * PROBE_BYTES * (axis.size - 1) / seconds
+
+
+def _gather(axis: Axis, device: torch.device | str = "cpu", size: int = PROBE_BYTES) -> None:
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    all_gather(sent, 0, (size,) * axis.size, axis).wait()
     if sent.is_cuda:
         torch.cuda.synchronize()
 

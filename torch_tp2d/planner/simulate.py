@@ -76,7 +76,10 @@ def simulate(
         else:
             link, rate = machine.rate(reach.get(event.axis, 1 << 62))
             twice = on_gloo and (stock or event.of_fsdp) and event.op.startswith("reduce_scatter")
-            taken = machine.latency + event.bytes * (1 + twice) / rate
+            moved = event.bytes * (1 + twice)
+            taken = machine.latency + moved / rate
+            now += moved / machine.host_rate
+            compute += moved / machine.host_rate
             gathers = event.of_fsdp and event.op == "allgather_base"
             # Of a unit of FSDP2 on NCCL: when the one before was asked for.
             began = asked if gathers and not on_gloo else now

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""What the planner says of the benchmark's steps, beside what they took.
+
+    python benchmarks/compare.py --out results.json --case 4ranks-200mbit
+    python benchmarks/validate.py results.json
+
+Each case is predicted from what its ranks measured of their machine before anything else ran
+(``planner.machine.calibrate``: products, copies, calls, the link), from no step of the case. Beside
+each plan stand the seconds that it took and those that were predicted, and of each case the plan
+that would have been chosen by prediction, and how much longer it took than the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from model import Model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+from variants import FSDP_PLANS, GRID_PLANS, KEPT, OURS, line_input_plan, sequence_plan
+
+from torch_tp2d import Colwise2D, Rowwise2D
+from torch_tp2d.planner.machine import Machine
+from torch_tp2d.planner.rates import Rates
+from torch_tp2d.planner.simulate import simulate
+from torch_tp2d.planner.step import NO_PLAN, Case, run_step
+from torch_tp2d.planner.trace import Event, Start
+
+WITHIN = 0.15
+
+
+class Predicted(NamedTuple):
+    """A plan of a case."""
+
+    name: str
+    measured: float
+    predicted: float
+
+    @property
+    def off(self) -> float:
+        """By how much of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def on_a_line(model: nn.Module, mesh: DeviceMesh) -> dict[str, ParallelStyle]:
+    """Stock TP with prepared input, by the styles that move the same."""
+    styles = {"ColwiseParallel": Colwise2D, "RowwiseParallel": Rowwise2D}
+    plan = line_input_plan()
+    for name, style in plan.items():
+        ours = styles.get(type(style).__name__)
+        if ours is not None:
+            plan[name] = ours(algorithm="collective")
+    return plan
+
+
+def in_sequences(model: nn.Module, mesh: DeviceMesh, algorithm: str) -> dict[str, ParallelStyle]:
+    """TP+SP, and with another algorithm ours."""
+    return sequence_plan(
+        partial(Colwise2D, algorithm=algorithm), partial(Rowwise2D, algorithm=algorithm)
+    )
+
+
+def step_of(name: str, ranks: int) -> tuple[tuple[int, ...], Any]:
+    """The mesh of one of the benchmark's plans, and the plan as the planner takes it.
+
+    Raises:
+        KeyError: for one that the planner does not know.
+    """
+    base, _, grid = name.partition(" ")
+    rows, columns = map(int, grid.split("x")) if grid else (2, ranks // 2)
+    kind, _, algorithm = base.partition(":")
+    stock = partial(in_sequences, algorithm="collective")
+    plans: dict[str, tuple[tuple[int, ...], Any]] = {
+        "tp-input": ((1, ranks), on_a_line),
+        "tp-sp": ((1, ranks), stock),
+        "fsdp": ((ranks, 1, 1), NO_PLAN),
+        "fsdp-tp": ((rows, 1, columns), on_a_line),
+        "fsdp-sp": ((rows, 1, columns), stock),
+        OURS: ((rows, columns), partial(in_sequences, algorithm=algorithm or "auto")),
+    }
+    return plans[kind.removesuffix(KEPT)]
+
+
+def predict(record: dict[str, Any], case: dict[str, Any], machine: Machine) -> Predicted:
+    """The seconds of a plan's step."""
+    name = record["plan"]
+    stock = name.partition(" ")[0].partition(":")[0] != OURS
+    shape, plan = step_of(name, case["ranks"])
+    with torch.device("meta"):
+        model = Model(case["layers"], case["hidden"], case["heads"])
+    kept = name.partition(" ")[0].endswith(KEPT)
+    step = run_step(
+        model,
+        Case(
+            shape,
+            plan,
+            case["batch"],
+            case["seq"],
+            transport="nccl" if stock else machine.transport,
+            loss=lambda out: out.float().pow(2).sum(),
+            reshard=not kept,
+            rates=None if stock else Rates(machine.link, machine.link, machine.flops),
+        ),
+    )
+    efficient = record["efficient_reduce_scatter"]
+    events = [by_exchange(event) if efficient else event for event in step.recorder.events]
+    reach, ranks = {}, 1
+    for axis, size in reversed(step.mesh.items()):
+        ranks *= size
+        reach[axis] = ranks
+    seconds = simulate(events, machine, reach, stock=stock).seconds
+    title = name + " +rs" * efficient
+    return Predicted(title, record["seconds"], seconds)
+
+
+def by_exchange(event: Event) -> Event:
+    """A reduce-scatter that costs what it moves, which gloo's does not."""
+    if isinstance(event, Start) and event.op.startswith("reduce_scatter"):
+        return replace(event, op="all_to_all_single")
+    return event
+
+
+def validate(case: dict[str, Any]) -> list[Predicted]:
+    """All plans of a case that the planner knows."""
+    machine = Machine(**case["calibrated"])
+    found = []
+    for record in case["plans"]:
+        known = {*FSDP_PLANS, *GRID_PLANS, "tp-input", "tp-sp"}
+        base = record["plan"].partition(" ")[0]
+        if base in known or base.partition(":")[0] == OURS:
+            found.append(predict(record, case, machine))
+    return found
+
+
+def chosen(found: Sequence[Predicted]) -> tuple[Predicted, Predicted]:
+    """What prediction would have taken of the plans as they are, and what was fastest."""
+    plain = [each for each in found if not each.name.endswith(" +rs")]
+    return (
+        min(plain, key=lambda each: each.predicted),
+        min(plain, key=lambda each: each.measured),
+    )
+
+
+def report(cases: dict[str, list[Predicted]]) -> str:
+    """As Markdown."""
+    lines = ["| case | plan | seconds | predicted | off |", "|---|---|---|---|---|"]
+    for name, found in cases.items():
+        for each in found:
+            lines.append(
+                f"| {name} | {each.name} | {each.measured:.2f} | {each.predicted:.2f} | "
+                f"{each.off:+.0%} |"
+            )
+    offs = [abs(each.off) for found in cases.values() for each in found]
+    near = sum(off <= WITHIN for off in offs)
+    lines += ["", f"{near} of {len(offs)} within {WITHIN:.0%}", ""]
+    for name, found in cases.items():
+        choice, fastest = chosen(found)
+        lines.append(
+            f"{name}: by prediction {choice.name}, which took "
+            f"{choice.measured / fastest.measured:.2f} of the fastest's time ({fastest.name})"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables of a file of results."""
+    parser = argparse.ArgumentParser(description="The planner's seconds beside measured ones.")
+    parser.add_argument("results", type=Path, nargs="+", help="what compare.py wrote")
+    args = parser.parse_args(argv)
+    cases = {}
+    for path in args.results:
+        for name, case in json.loads(path.read_text())["cases"].items():
+            if "calibrated" in case:
+                cases[name] = validate(case)
+    if not cases:
+        parser.error("no case there has what its ranks measured of their machine: run it anew")
+    print(report(cases))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
