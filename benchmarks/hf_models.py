@@ -143,7 +143,8 @@ class SplitProjection(nn.Module):
 
 def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0])
-    linear.weight = nn.Parameter(weight.detach().clone())
+    # FSDP2 takes no transposed parameter.
+    linear.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
     linear.bias = nn.Parameter(bias.detach().clone())
     return linear
 

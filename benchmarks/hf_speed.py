@@ -13,6 +13,9 @@ tp          torch's ColwiseParallel and RowwiseParallel on a line of all ranks, 
             torch's styles take no Conv1D
 tp-input    the same, attention's input prepared by PrepareModuleInput: four all-reduces for a
             layer, which is what the paper counts for its TP
+fsdp-kept   FSDP2 over all ranks, block by block, gathered weights kept for backward; and with an
+            efficient reduce-scatter (+rs), which gloo's is not
+fsdp-tp-kept  FSDP2 likewise over the grid's rows, tp-input over its columns
 tp2d        the ready plan of torch_tp2d on a grid, the models as they are
 
 All plans start from the same weights and the same batch, and a plan whose loss or gradient norm
@@ -28,7 +31,7 @@ how many times as long as tp2d's, within a round, median (least..most); MB sent 
 rank that sends most, as its network interface counts; MB that NCCL's collectives would move; the
 resident memory that a step adds; and the paper's ratio of hours for its TP on 4 GPUs.
 
-A kind takes about three minutes at the default sizes on two idle cores, as far as the blocks'
+A kind takes about six minutes at the default sizes on two idle cores, as far as the blocks'
 times tell (4 rounds and one untimed); ``--hidden 256 --seq 64 --layers 2 --repeats 2`` half a
 minute. Results are written after every kind, and the same command again runs what is missing.
 Needs Linux, root and iproute2, as netlab.py does.
@@ -104,7 +107,7 @@ def table(cases: dict[str, dict[str, Any]]) -> str:
             rows.append(
                 (
                     kind,
-                    record["plan"],
+                    record["plan"] + " +rs" * record.get("efficient_reduce_scatter", False),
                     f"{record['seconds']:.3f}",
                     f"{record['times_ours']:.2f} {spread}" if stock else "1",
                     "-" if sent is None else f"{sent / 1e6:.1f}",

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,23 +29,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from variants import Share, Variant
+from variants import Share, Variant, part, shard_blocks, use_efficient_reduce_scatter
 
 import torch_tp2d
 from torch_tp2d.plans import plan_for
 
 STOCK = ("tp", "tp-input")
+FSDP = ("fsdp-kept", "fsdp-tp-kept")
 OURS = "tp2d"
 
 
 @dataclass
 class ModelVariant(Variant):
-    """A model under a plan, and the batch that every rank passes whole."""
+    """A model under a plan, and the batch that it is given, whole or this replica's part."""
 
     batch: Batch = field(default_factory=dict)
+    labelled: int = 0
+    """Tokens of the whole batch that have a label to predict."""
 
     def step(self, elements: int) -> Tensor:
-        loss = self.stock_step() if self.name in STOCK else self.grid_step()
+        with self.around():
+            loss = self.grid_step() if self.name == OURS else self.stock_step()
         for parameter in self.model.parameters():
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
             # A step that leaves a transfer running has not ended.
@@ -64,31 +69,56 @@ class ModelVariant(Variant):
         kind = self.model.config.model_type
         if kind == "t5":
             inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels)
-        if kind == "gpt2":
-            labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        with loss_parallel():
+        labels = targets(kind, labels)
+        with loss_parallel() if self.share.columns > 1 else nullcontext():
             logits = self.model(**inputs).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            loss.backward()
+            total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = total / self.labelled
+            # FSDP2 takes the average over replicas.
+            (loss * self.gradient_scale).backward()
         return loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
 
 
+def targets(kind: str, labels: Tensor) -> Tensor:
+    """What logits are held against: GPT-2's are of the next token."""
+    return F.pad(labels, (0, 1), value=-100)[:, 1:] if kind == "gpt2" else labels
+
+
 def variants(kind: str, sizes: Sizes, shape: tuple[int, int]) -> list[ModelVariant]:
-    """The stock plans on a line of all ranks, and the ready plan on a grid."""
+    """The stock plans on a line of all ranks and on the grid, and the ready plan on the grid."""
     generator = torch.Generator().manual_seed(SEED + 1)
     ids = torch.randint(0, sizes.vocab, (sizes.batch, window(kind, sizes)), generator=generator)
     batch = task(kind, ids, sizes.vocab, SEED + 2)
+    labelled = int((targets(kind, batch["labels"]) >= 0).sum())
     world = dist.get_world_size()
+
+    def made_of(name: str, model: Any, share: Share, copies: int, **more: Any) -> ModelVariant:
+        given = {"batch": batch, "labelled": labelled, **more}
+        return ModelVariant(name, model, ids, share, copies, **given)
+
     line = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     made = []
     for name in STOCK:
         model = build(kind, sizes)
         apply_stock(kind, model, line, prepared=name == "tp-input")
-        made.append(ModelVariant(name, model, ids, Share(1, world), world, batch=batch))
+        made.append(made_of(name, model, Share(1, world), world))
+    for name in FSDP:
+        replicas, columns = (world, 1) if name == "fsdp-kept" else shape
+        both = init_device_mesh("cpu", (replicas, columns), mesh_dim_names=("dp", "tp"))
+        for efficient in (False, True):
+            model = build(kind, sizes)
+            if columns > 1:
+                apply_stock(kind, model, both["tp"], prepared=True)
+            shard_blocks(model, both["dp"], kept=True)
+            if efficient:
+                use_efficient_reduce_scatter(model)
+            mine = {key: part(x, 0, both["dp"]) for key, x in batch.items()}
+            given = {"batch": mine, "gradient_scale": replicas, "efficient": efficient}
+            made.append(made_of(name, model, Share(replicas, columns), columns, **given))
     model = build(kind, sizes)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tp_row", "tp_col"))
     torch_tp2d.parallelize_module(model, mesh, plan_for(model, mesh), src_data_rank=None)
-    made.append(ModelVariant(OURS, model, ids, Share(*shape, True), world, batch=batch))
+    made.append(made_of(OURS, model, Share(*shape, True), world))
     return made
 
 
@@ -110,6 +140,7 @@ def summarize(
         records.append(
             {
                 "plan": variant.name,
+                "efficient_reduce_scatter": variant.efficient,
                 "seconds": statistics.median(variant.seconds),
                 "times_ours": statistics.median(speedups),
                 "times_ours_min": min(speedups),

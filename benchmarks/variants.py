@@ -31,7 +31,7 @@ from reduce_scatter import ExchangeReduceScatter, exchanged_reduce_scatters
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
@@ -44,6 +44,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_tp2d
+from torch_tp2d.planner.sandbox import blocks_of
 
 KEPT = "-kept"
 FSDP_PLANS = tuple(name + kept for name in ("fsdp", "fsdp-tp", "fsdp-sp") for kept in ("", KEPT))
@@ -186,22 +187,23 @@ def sequence_plan(
     }
 
 
-def shard_blocks(model: Model, mesh: DeviceMesh, *, kept: bool = False) -> None:
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, *, kept: bool = False) -> None:
     """FSDP2 as its documentation applies it: block by block, then the root.
 
     Args:
         kept: keep a block's gathered weights for backward. (None is FSDP2's default: the root's
             are kept.)
     """
-    for layer in model.layers:
+    for layer in blocks_of(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False if kept else None)
     fully_shard(model, mesh=mesh)
 
 
-def use_efficient_reduce_scatter(model: Model) -> None:
+def use_efficient_reduce_scatter(model: nn.Module) -> None:
     """Have FSDP2 reduce-scatter by exchanging shards and summing them."""
-    for module in (*model.layers, model):
-        module.set_custom_reduce_scatter(ExchangeReduceScatter())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(ExchangeReduceScatter())
 
 
 def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
