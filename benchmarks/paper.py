@@ -8,7 +8,7 @@ The paper (TP2D, doi 10.11992/tis.202411023) trains on up to eight RTX 4090. The
 each cell is one of three, and says which: *paper*, what is printed there; *predicted*, by
 ``torch_tp2d.suggest`` from shapes and a data sheet (bf16 throughout, PCIe 4.0, AdamW); *measured*,
 on four processes of two cores at 200 Mbit/s (``hf_speed.py``). A prediction is of a step's forward
-and backward, so hours are compared as ratios only.
+and backward without dropout, so hours are compared as ratios only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,12 @@ def gpt2(model: Model) -> nn.Module:
     """As the paper has it, without values."""
     layers, hidden, heads = model
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=hidden, n_head=heads, n_positions=SEQ, vocab_size=VOCAB
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=heads,
+        n_positions=SEQ,
+        vocab_size=VOCAB,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     )
     return _on_meta(lambda: transformers.GPT2LMHeadModel(config))
 
@@ -93,6 +98,7 @@ def bert(model: Model) -> nn.Module:
         num_attention_heads=heads,
         intermediate_size=4 * hidden,
         vocab_size=VOCAB,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     )
     return _on_meta(lambda: transformers.BertForMaskedLM(config))
 
@@ -108,6 +114,7 @@ def t5(model: Model) -> nn.Module:
         d_ff=4 * hidden,
         vocab_size=VOCAB,
         decoder_start_token_id=0,
+        dropout_rate=0.0,
     )
     return _on_meta(lambda: transformers.T5ForConditionalGeneration(config))
 
