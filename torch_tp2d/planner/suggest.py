@@ -48,8 +48,8 @@ def suggest(
     them fits.
 
     What is taken for an estimate: work takes its operations and bytes divided by a rate, all ranks
-    take the same time, a list of equal layers is told from two of them, and peak memory is that of
-    tensors alone.
+    take the same time, a list of equal layers is told from two of them, peak memory is that of
+    tensors alone, and on GPUs dropout is left out.
 
     Args:
         model: on any device, not parallelized; the meta device is enough.
