@@ -230,8 +230,9 @@ def _with_fsdp(shape: tuple[int, ...], reshard: bool, parts: int) -> list[tuple[
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp_row", "tp_col"))
     grid = mesh["tp_row", "tp_col"]
     model = transformer(VOCAB, n_heads=4)
-    sizes = {"batch": 4 * parts, "seq": 8, "micro_batches": parts}
-    found = describe(model, mesh, plan_dtensor(), reshard_after_forward=reshard, **sizes)
+    sizes: dict[str, Any] = {"batch": 4 * parts, "seq": 8, "micro_batches": parts}
+    sizes |= {"reshard_after_forward": reshard, "rank": mesh.get_rank()}
+    found = describe(model, mesh, plan_dtensor(), **sizes)
     torch_tp2d.parallelize_module(model, grid, plan_dtensor())
     if shape[0] > 1:
         for layer in model.layers:

@@ -206,6 +206,16 @@ def test_ready_plans(name: str, rows: int, columns: int) -> None:
     check([record(PLANS[name], rank, rows, columns) for rank in range(rows * columns)])
 
 
+def test_a_row_without_tokens() -> None:
+    """A piece of nothing came from a column without tokens, and was asked for its one place.
+
+    On NCCL's transport, where sequences are split over rows of which one has none: its ranks
+    raised, and those of the other rows would have waited.
+    """
+    case = PLANS["gpt2 rows split sequences"]
+    check([record(case, rank, 3, 2) for rank in range(6)])
+
+
 @pytest.mark.parametrize("rows,columns", [deep(4, 4), deep(2, 8)])
 def test_more_ranks(rows: int, columns: int) -> None:
     """Most of which have no tokens in some dim, or fewer heads than others."""

@@ -139,9 +139,9 @@ def _ab_of_shards(
     """:func:`ab_arriving` shard by shard, each product written where it belongs."""
     c = b.new_empty([*a.shape[:-1], b.shape[1]])
     for piece in a.arrivals():
-        place = piece.place_in(c)
-        if place.numel():
-            _write([(piece.rows, b)], bias, place, a.dim)
+        # Nothing of a rank without tokens.
+        if any(piece.counts) and c.shape[-1]:
+            _write([(piece.rows, b)], bias, piece.place_in(c), a.dim)
     second = None if also is None else a.value().flatten(0, -2).t() @ also.flatten(0, -2)
     return c, second
 
