@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import sys
@@ -184,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "grids": args.grid,
                 "backend": args.backend,
                 "repeats": args.repeats,
-                # What the planner is told, for validate.py; infinity is no JSON.
-                "calibrated": {k: v for k, v in asdict(machine).items() if v != math.inf},
+                # What the planner is told, for validate.py.
+                "calibrated": machine.to_dict(),
                 "plans": records,
                 "headlines": {which: line._asdict() for which, line in headlines(records).items()},
                 "not_runnable": refused,

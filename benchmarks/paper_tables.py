@@ -92,7 +92,7 @@ def show_5(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def show_scaling(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Sequences a second and device, the most of what a device could compute, and by which plan."""
+    """Sequences an hour and device, and by which plan."""
     lines = ["0.3 T parameters, nodes of 8 H100, 400 Gbit/s: sequences an hour and device", ""]
     kinds = "stock", "2-D", "square"
     lines += _head("devices", "batch", "torch's best", "best grid", "square grid of all")

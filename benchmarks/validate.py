@@ -30,7 +30,6 @@ from variants import FSDP_PLANS, GRID_PLANS, KEPT, OURS, line_input_plan, sequen
 
 from torch_tp2d import Colwise2D, Rowwise2D
 from torch_tp2d.planner.machine import Machine
-from torch_tp2d.planner.rates import Rates
 from torch_tp2d.planner.simulate import simulate
 from torch_tp2d.planner.step import NO_PLAN, Case, run_step
 from torch_tp2d.planner.trace import Event, Start
@@ -108,16 +107,12 @@ def predict(record: dict[str, Any], case: dict[str, Any], machine: Machine) -> P
             transport="nccl" if stock else machine.transport,
             loss=lambda out: out.float().pow(2).sum(),
             reshard=not kept,
-            rates=None if stock else Rates(machine.link, machine.link, machine.flops),
+            rates=None if stock else machine.rates,
         ),
     )
     efficient = record["efficient_reduce_scatter"]
     events = [by_exchange(event) if efficient else event for event in step.recorder.events]
-    reach, ranks = {}, 1
-    for axis, size in reversed(step.mesh.items()):
-        ranks *= size
-        reach[axis] = ranks
-    seconds = simulate(events, machine, reach, stock=stock).seconds
+    seconds = simulate(events, machine, step.mesh, stock=stock).seconds
     title = name + " +rs" * efficient
     return Predicted(title, record["seconds"], seconds)
 

@@ -204,7 +204,7 @@ def _calibrated(args: argparse.Namespace) -> str | None:
         if several:
             dist.destroy_process_group()
     if args.json:
-        return json.dumps({k: None if v == float("inf") else v for k, v in asdict(machine).items()})
+        return json.dumps(machine.to_dict())
     return (
         f"{machine.flops / 1e9:.1f} GFLOP/s, memory {machine.memory_rate / 1e9:.1f} GB/s, link "
         f"{machine.link / 1e6:.1f} MB/s, {machine.op_seconds * 1e6:.1f} us an operator, over "

@@ -154,8 +154,8 @@ def export(args: argparse.Namespace, model: nn.Module, ids: Tensor) -> bool:
     with torch.no_grad():
         wanted = plain(input_ids=ids, use_cache=False).logits
     difference = ((logits - wanted).norm() / wanted.norm()).item()
-    # In bf16 the trained model computes otherwise than the plain one, in fp32.
-    held = args.bf16 or difference < 1e-5
+    # fp32 in two orders of summation; in bf16 the trained model computes otherwise than this one.
+    held = args.bf16 or difference < 3e-6
     print(f"{args.export}: logits in plain transformers differ by {difference:.1e}", flush=True)
     return held
 

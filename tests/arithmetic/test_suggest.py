@@ -33,8 +33,8 @@ LINKS_ALONE = Machine(flops=1e30, memory_rate=1e30, link=1e6)
 """On which bytes decide."""
 
 
-def _seconds(events: list[Any], machine: Machine = ONE, **reach: int) -> float:
-    return simulate(events, machine, reach or {"row": 4, "col": 2}).seconds
+def _seconds(events: list[Any], machine: Machine = ONE) -> float:
+    return simulate(events, machine, {"row": 2, "col": 2}).seconds
 
 
 def test_work_hides_a_transfer_until_it_is_asked_for() -> None:

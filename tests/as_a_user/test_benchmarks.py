@@ -278,6 +278,21 @@ class TestThePapersTables:
         assert parts["2-D 2x2"]["parameters"] == pytest.approx(0.25, rel=0.05)
         assert parts["2-D 2x2"]["activations"] < parts["TP 4"]["activations"]
 
+    @pytest.mark.deep
+    def test_scaling_is_predicted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of a batch that grows with the devices, and of one that does not."""
+        for name, value in {"HUGE": (5, 64, 4), "STRONG_BATCH": 16, "WEAK_BATCH": 2}.items():
+            monkeypatch.setattr(paper, name, value)
+        strong, weak = paper.scaling([16])
+        assert (strong["kind"], strong["batch"]) == ("strong", 16)
+        assert (weak["kind"], weak["batch"]) == ("weak", 32)
+        assert strong["square"]["plan"] == "2-D 4x4" and strong["square"]["recomputes"]
+        for row in (strong, weak):
+            best = max(row[kind]["sequences"] for kind in ("stock", "2-D", "square"))
+            assert best > 0 and row["2-D"]["sequences"] > 0
+        shown = paper.show({"device": "h100", "torch": "", "scaling": [strong, weak]})
+        assert "| 16 | 16 |" in shown and "| 16 | 32 |" in shown
+
 
 class TestValidation:
     def test_predicted_beside_measured(self) -> None:

@@ -183,10 +183,7 @@ class Suggestion:
             }
             for each in self.candidates
         ]
-        # Infinity is no JSON.
-        found["machine"] = {
-            k: None if v == float("inf") else v for k, v in found["machine"].items()
-        }
+        found["machine"] = self.machine.to_dict()
         return found
 
     def __str__(self) -> str:

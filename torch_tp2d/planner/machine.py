@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..comm import Axis, all_reduce
-from .rates import host_rate_of, latency_of, link_rate
+from .rates import Rates, host_rate_of, latency_of, link_rate
 
 __all__ = ["DEVICES", "Device", "Machine", "calibrate", "machine_of", "read_link", "read_size"]
 
@@ -97,6 +97,15 @@ class Machine:
             reach: from the first rank of the group to the last, and one.
         """
         return ("near", self.near) if reach <= self.per_node else ("link", self.link)
+
+    @property
+    def rates(self) -> Rates | None:
+        """What styles would measure on it, as they do on gloo."""
+        return Rates(self.link, self.link, self.flops) if self.transport == "gloo" else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, and for ``Machine(**...)``: without what is infinite, which are defaults."""
+        return {name: value for name, value in asdict(self).items() if value != math.inf}
 
 
 _SIZES: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import GLOO
 from ..mesh.layouts import TP_COL, TP_ROW
 from ..plans import plan_for
 from ..plans.sample import copy_without_values
 from .candidates import Candidate, Way
 from .describe import Memory, describe_step
 from .machine import Machine
-from .rates import Rates
 from .sandbox import equal_layers, fake_mesh
 from .simulate import Timing, simulate
 from .step import NO_PLAN, Case, run_step
@@ -55,12 +53,16 @@ class Search:
         # Once for all: of a model in memory each copy would be large.
         self.model = copy_without_values(model)
         self.layers = equal_layers(self.model)
+        self.micro_batch = case.batch // case.micro_batches
+        weights = [p for p in self.model.parameters() if p.ndim > 1]
+        self.weight_bytes = sum(p.numel() * p.itemsize for p in weights)
+        # Of a token, where the narrower side of each weight moves.
+        self.token_bytes = sum(p.numel() // max(p.shape) * p.itemsize for p in weights)
         # A plan of the user's has its own.
         self.algorithm = "pipelined" if case.plan is None else "auto"
         self.stock_algorithm = "collective" if case.plan is None else "auto"
-        on_gloo = machine.transport == GLOO.name
-        self.rates = Rates(machine.link, machine.link, machine.flops) if on_gloo else None
         self.refused: dict[str, str] = {}
+        self.tried: set[Way] = set()
         self.found: dict[Way, Candidate] = {}
 
     def run(self, world_size: int) -> list[Candidate]:
@@ -76,7 +78,7 @@ class Search:
                 f"no mesh of {world_size} devices takes a batch of {self.case.batch} sequences of "
                 f"{self.case.seq} tokens{self._in_parts()}: dp has to divide the batch, tp_row to "
                 f"have tokens for each rank, and tp_col heads; FSDP2 alone takes one of "
-                f"{_divisors(self._least_batch())} devices. {reasons}"
+                f"{_divisors(self.micro_batch)} devices. {reasons}"
             )
         left = len(list(ways))
         if left:
@@ -150,7 +152,7 @@ class Search:
                     yield Way("TP", shape, self.stock_algorithm)
                 if rows == 1 and self.case.plan is None:
                     yield Way("TP+SP", shape)
-                few = self._least_batch() // replicas < rows
+                few = self.micro_batch // replicas < rows
                 row_dim = 1 if few and self.case.plan is None else 0
                 yield Way("2-D", shape, self.algorithm, row_dim)
 
@@ -161,15 +163,12 @@ class Search:
         side of each moves tokens, forward and backward.
         """
         replicas, rows, columns = way.shape
-        weights = [p for p in self.model.parameters() if p.ndim > 1]
-        size = sum(p.numel() * p.itemsize for p in weights)
-        width = sum(p.numel() // max(p.shape) * p.itemsize for p in weights)
         tokens = self.case.batch * self.case.seq / (replicas * rows)
         reach, seconds = 1, 0.0
         for ranks, held in (
-            (columns, tokens * width),
-            (rows, size / columns),
-            (replicas, size / columns / rows),
+            (columns, tokens * self.token_bytes),
+            (rows, self.weight_bytes / columns),
+            (replicas, self.weight_bytes / columns / rows),
         ):
             reach *= ranks
             seconds += 2 * held * (ranks - 1) / ranks / self.machine.rate(reach)[1]
@@ -177,7 +176,8 @@ class Search:
 
     def _try(self, way: Way) -> bool:
         """Whether it can be run."""
-        if way not in self.found:
+        if way not in self.tried:
+            self.tried.add(way)
             try:
                 self.found[way] = self.predict(way)
             except (ValueError, RuntimeError) as error:
@@ -205,9 +205,9 @@ class Search:
             reshard=not way.keep,
             recompute=way.recompute,
             reduce_each=way.reduce_each,
-            rates=None if way.stock else self.rates,
+            rates=None if way.stock else self.machine.rates,
             # Two kernels on a GPU, as torch's; what is traced is the operators inside.
-            dropout=self.rates is not None,
+            dropout=self.machine.rates is not None,
         )
         numbers = self._numbers(way, case)
         plan = None
@@ -251,10 +251,9 @@ class Search:
 
     def _numbers(self, way: Way, case: Case) -> _Numbers:
         """Of all layers and micro-batches, from few of them."""
-        micro_batch = case.batch // case.micro_batches
 
         def of_parts(parts: int) -> _Numbers:
-            fewer = replace(case, batch=micro_batch * parts, micro_batches=parts)
+            fewer = replace(case, batch=self.micro_batch * parts, micro_batches=parts)
             return _told_from(
                 lambda layers: self._of(way, replace(fewer, layers=layers)), self.layers
             )
@@ -264,16 +263,8 @@ class Search:
     def _of(self, way: Way, case: Case) -> _Numbers:
         step = run_step(self.model, case)
         found = describe_step(step, self.model, case, self.optimizer)
-        reach: dict[str, int] = {}
-        ranks = 1
-        for name, size in reversed(step.mesh.items()):
-            ranks *= size
-            reach[name] = ranks
-        timing = simulate(step.recorder.events, self.machine, reach, stock=way.stock)
+        timing = simulate(step.recorder.events, self.machine, step.mesh, stock=way.stock)
         return _Numbers(timing, found.total_bytes, found.memory)
-
-    def _least_batch(self) -> int:
-        return self.case.batch // self.case.micro_batches
 
     def _in_parts(self) -> str:
         parts = self.case.micro_batches

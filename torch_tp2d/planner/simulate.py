@@ -45,7 +45,7 @@ class Timing:
 def simulate(
     events: Sequence[Event],
     machine: Machine,
-    reach: Mapping[str, int],
+    mesh: Mapping[str, int],
     *,
     stock: bool = False,
 ) -> Timing:
@@ -56,9 +56,13 @@ def simulate(
 
     Args:
         events: of a :class:`~torch_tp2d.planner.trace.Recorder`.
-        reach: of each axis, how far its ranks are apart: :meth:`Machine.rate`.
+        mesh: ranks of each axis, the innermost last; ranks of other axes are of several nodes.
         stock: torch's own collectives, of which gloo's reduce-scatter costs an all-reduce.
     """
+    reach: dict[str, int] = {}
+    ranks = 1
+    for name, size in reversed(mesh.items()):
+        reach[name] = ranks = ranks * size
     now = compute = transfers = 0.0
     free: dict[str, float] = defaultdict(float)
     ends: dict[int, float] = {}
