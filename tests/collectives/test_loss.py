@@ -18,11 +18,11 @@ from support.losses import (
     class_weights,
     close,
     far,
-    join,
     loss_beside,
     losses,
     target_of,
     tokens_of,
+    whole,
 )
 from support.marks import deep
 from support.models import grid_mesh, noise
@@ -133,7 +133,7 @@ def _low_precision() -> None:
         ours.backward()
         assert ours_leaf.grad is not None and ours_leaf.grad.dtype == dtype
         assert leaf.grad is not None
-        error = (join(ours_leaf.grad).double() - leaf.grad).abs()
+        error = (whole(ours_leaf.grad).double() - leaf.grad).abs()
         # Rounded once, to the dtype of the logits (fp16 has a smallest number, 6e-8).
         assert (error <= leaf.grad.abs() * torch.finfo(dtype).eps + 6e-8).all()
 

@@ -28,9 +28,9 @@ from support.losses import (
     class_weights,
     close,
     far,
-    join,
     target_of,
     tokens_of,
+    whole,
 )
 from support.marks import deep
 from support.models import grid_mesh, noise
@@ -127,7 +127,7 @@ def _contexts(rows: int, columns: int) -> dict[str, tuple[float, float]]:
         key = f"{layout} {line} {size} {when} {kind} {weighted=} {reduction} {smoothing=} {ignore=}"
         found[key] = (
             far(ours.detach(), wanted.detach()),
-            far(join(ours_leaf.grad.redistribute(placements=layout)), leaf.grad),
+            far(whole(ours_leaf.grad.redistribute(placements=layout)), leaf.grad),
         )
     return found
 
@@ -162,7 +162,7 @@ def _not_finite() -> list[tuple[str, float, list[bool]]]:
             ours = ours.full_tensor()
         ours.sum().backward()
         assert leaf.grad is not None and ours_leaf.grad is not None
-        assert close((far(ours.detach(), wanted.detach()), far(join(ours_leaf.grad), leaf.grad)))
+        assert close((far(ours.detach(), wanted.detach()), far(whole(ours_leaf.grad), leaf.grad)))
         found.append((f"{layout} {value}", 0.0, ours.isnan().flatten().tolist()))
     return found
 
@@ -306,7 +306,7 @@ def _compiled_line() -> None:
         loss.backward()
     assert leaf.grad is not None and ours_leaf.grad is not None
     assert far(loss.detach(), wanted.detach()) < 1e-6
-    assert far(join(ours_leaf.grad), leaf.grad) < 1e-6
+    assert far(whole(ours_leaf.grad), leaf.grad) < 1e-6
 
 
 def test_a_compiled_loss() -> None:

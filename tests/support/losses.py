@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from support.models import grid_mesh, noise
-from support.one_module import spread
+from support.one_module import join, spread
 from torch_tp2d import cross_entropy
 
 TOLERANCE = 1e-12
@@ -43,25 +42,15 @@ SIZES = [(4, 6, 12), (3, 5, 7), (3, 5, 2)]
 """Batch, sequence, vocabulary: even, odd, and a vocabulary smaller than the grid."""
 
 
-def join(x: Tensor) -> Tensor:
-    """A DTensor whole, without ``full_tensor``: each rank keeps its own replica."""
-    assert isinstance(x, DTensor)
-    local = x.detach().to_local()
-    for axis in (1, 0):
-        placement = x.placements[axis]
-        assert isinstance(placement, Shard | Replicate)
-        if isinstance(placement, Shard) and x.device_mesh.size(axis) > 1:
-            parts: list[Any] = [None] * x.device_mesh.size(axis)
-            dist.all_gather_object(parts, local, group=x.device_mesh.get_group(axis))
-            local = torch.cat(parts, placement.dim)
-    assert local.shape == x.shape
-    return local
-
-
 def tokens_of(layout: Layout, last: int) -> Layout:
     """The layout of what holds one number for each token."""
     row, col = (Replicate() if p == Shard(last) else p for p in layout)
     return row, col
+
+
+def whole(x: Tensor) -> Tensor:
+    assert isinstance(x, DTensor)
+    return join(x.detach().to_local(), x.device_mesh, x.placements, x.shape)
 
 
 def far(ours: Tensor, wanted: Tensor) -> float:
@@ -101,14 +90,14 @@ def loss_beside(
         assert isinstance(ours, DTensor) and ours.shape == target.shape
         assert tuple(ours.placements) == tokens
         ours.backward(spread(weights, mesh, tokens))
-        ours = join(ours)
+        ours = whole(ours)
     else:
         assert not isinstance(ours, DTensor) and ours.ndim == 0
         wanted.backward()
         ours.backward()
     assert ours_leaf.grad is not None and leaf.grad is not None
     assert ours_leaf.grad.placements == ours_leaf.placements
-    return far(ours.detach(), wanted.detach()), far(join(ours_leaf.grad), leaf.grad)
+    return far(ours.detach(), wanted.detach()), far(whole(ours_leaf.grad), leaf.grad)
 
 
 def close(pair: tuple[float, float], tolerance: float = TOLERANCE) -> bool:

@@ -113,15 +113,26 @@ def join(local: Tensor, mesh: DeviceMesh, layout: Sequence[Placement], shape: An
     """
     assert not any(p.is_partial() for p in layout)
     placements = [Shard(p.dim % local.ndim) if isinstance(p, Shard) else p for p in layout]
-    empty = spread(torch.empty(shape), mesh, placements).to_local()
-    assert local.shape == empty.shape, (tuple(local.shape), tuple(empty.shape), placements)
+    lengths, cuts = list(shape), []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            # As torch.chunk cuts them; the last ones may be empty.
+            length, ranks = lengths[placement.dim], mesh.size(axis)
+            longest = -(-length // ranks)
+            parts = [min(longest, max(0, length - rank * longest)) for rank in range(ranks)]
+            lengths[placement.dim] = parts[mesh.get_local_rank(axis)]
+            cuts.append((axis, placement.dim, longest, parts))
+    assert list(local.shape) == lengths, (tuple(local.shape), lengths, placements)
     local = local.detach()
-    for axis in reversed(range(mesh.ndim)):
-        placement = placements[axis]
-        if isinstance(placement, Shard) and mesh.size(axis) > 1:
-            parts: list[Any] = [None] * mesh.size(axis)
-            dist.all_gather_object(parts, local, group=mesh.get_group(axis))
-            local = torch.cat(parts, placement.dim)
+    for axis, dim, longest, parts in reversed(cuts):
+        if len(parts) > 1:
+            padded = local.new_zeros([*local.shape[:dim], longest, *local.shape[dim + 1 :]])
+            padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+            gathered = [torch.empty_like(padded) for _ in parts]
+            if padded.numel():
+                dist.all_gather(gathered, padded, group=mesh.get_group(axis))
+            pairs = zip(gathered, parts, strict=True)
+            local = torch.cat([part.narrow(dim, 0, length) for part, length in pairs], dim)
     return local
 
 

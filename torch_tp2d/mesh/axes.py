@@ -44,7 +44,8 @@ def check_mesh(mesh: Any) -> None:
         )
     # Of real numbers, also where a forward is traced with fake tensors.
     with disable_current_modes():
-        descends = any((mesh.mesh.diff(dim=dim) < 0).any() for dim in (0, 1))
+        ranks = mesh.mesh
+        descends = any((ranks.diff(dim=dim) < 0).any() for dim in (0, 1))
     if descends:
         raise ValueError(
             f"the ranks of the mesh {describe_mesh(mesh)} are {mesh.mesh.tolist()}, but a process "
