@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEEP ?=
+# Processes that run tests, whole files each, and start ranks of their own.
+WORKERS ?= 2
 # Of what is installed, and of what builds this package (older pips read the first for both).
 CONSTRAINTS := .ci/constraints.txt
 PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip
@@ -33,7 +35,7 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(if $(DEEP),--deep)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(DEEP),--deep)
 
 docs: $(VENV)/.test
 	$(BIN)/python -m sphinx -W docs docs/_build

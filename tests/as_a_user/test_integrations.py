@@ -133,18 +133,20 @@ class _Reads:
         from transformers import core_model_loading
         from transformers.distributed.sharding_utils import DtensorShardOperation
 
-        self.sharded, self.whole = 0, 0
+        # Lists, as the loader's threads read side by side: a sum lost what two of them added at once.
+        self.sharded: list[int] = []
+        self.whole: list[int] = []
         shard, copy = DtensorShardOperation.shard_tensor, core_model_loading._materialize_copy
         self.patch = pytest.MonkeyPatch()
 
         def read_shard(*args: Any, **kwargs: Any) -> Tensor:
             value = shard(*args, **kwargs)
-            self.sharded += value.numel()
+            self.sharded.append(value.numel())
             return value
 
         def read_whole(*args: Any, **kwargs: Any) -> Tensor:
             value = copy(*args, **kwargs)
-            self.whole += value.numel()
+            self.whole.append(value.numel())
             return value
 
         self.patch.setattr(DtensorShardOperation, "shard_tensor", read_shard)
@@ -165,7 +167,7 @@ def _loaded_and_trained(
     parameters = list(model.parameters())
     held = sum(param.to_local().numel() for param in parameters)
     assert {param.device.type for param in parameters} == {"cpu"}
-    assert (reads.sharded, reads.whole) == (held, 0)
+    assert (sum(reads.sharded), reads.whole) == (held, [])
     whole_logits = load is _by_name
     seen = hf.train_beside(
         reference,
