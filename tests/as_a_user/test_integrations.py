@@ -133,7 +133,7 @@ class _Reads:
         from transformers import core_model_loading
         from transformers.distributed.sharding_utils import DtensorShardOperation
 
-        # Lists, as the loader's threads read side by side: a sum lost what two of them added at once.
+        # Lists, as the loader reads in threads: a sum lost what two of them added at once.
         self.sharded: list[int] = []
         self.whole: list[int] = []
         shard, copy = DtensorShardOperation.shard_tensor, core_model_loading._materialize_copy
