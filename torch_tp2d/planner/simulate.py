@@ -61,7 +61,7 @@ def simulate(
     """
     reach: dict[str, int] = {}
     ranks = 1
-    for name, size in reversed(mesh.items()):
+    for name, size in reversed(list(mesh.items())):
         reach[name] = ranks = ranks * size
     now = compute = transfers = 0.0
     free: dict[str, float] = defaultdict(float)
