@@ -23,8 +23,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT = 120.0
-"""Seconds after which a body is taken to hang."""
+TIMEOUT = 240.0
+"""Seconds after which a body is taken to hang: others may run beside it."""
 GROUPS = 60
 """Process groups that ranks may have gathered; each has threads and sockets."""
 
