@@ -5,18 +5,19 @@
     sudo python benchmarks/hf_speed.py --out trial.json --hidden 256 --seq 64 --layers 2 --repeats 2
 
 For each kind of model netlab.py makes four hosts joined by links of 200 Mbit/s, and
-``hf_step.py`` times on them, in one run and in turn, a training step (forward and backward, fp32,
-without the optimizer) of
+``hf_step.py`` times on them, in one run and in turn, a training step (forward, backward and AdamW,
+fp32) of
 
 tp          torch's ColwiseParallel and RowwiseParallel on a line of all ranks, vocab-parallel
             embedding and loss, whole norms; GPT-2 with its fused projections taken apart, since
             torch's styles take no Conv1D
 tp-input    the same, attention's input prepared by PrepareModuleInput: four all-reduces for a
             layer, which is what the paper counts for its TP
-fsdp-kept   FSDP2 over all ranks, block by block, gathered weights kept for backward; and with an
-            efficient reduce-scatter (+rs), which gloo's is not
-fsdp-tp-kept  FSDP2 likewise over the grid's rows, tp-input over its columns
-tp2d        the ready plan of torch_tp2d on a grid, the models as they are
+fsdp        FSDP2 over all ranks, block by block; and with an efficient reduce-scatter (+rs), which
+            gloo's is not
+fsdp-tp     FSDP2 likewise over a grid's rows, tp-input over its columns
+...-kept    the same with gathered weights kept for backward: less to send, more memory
+tp2d        the ready plan of torch_tp2d on each grid, the models as they are
 
 All plans start from the same weights and the same batch, and a plan whose loss or gradient norm
 differs from the first one's ends the run.
@@ -27,14 +28,15 @@ The models have the paper's shapes (heads of 64), made small: hidden 512, 4 laye
 blocks', as there.
 
 What is printed and stored: seconds of a step, that of the slowest rank, the median over rounds;
-how many times as long as tp2d's, within a round, median (least..most); MB sent in a step by the
-rank that sends most, as its network interface counts; MB that NCCL's collectives would move; the
-resident memory that a step adds; and the paper's ratio of hours for its TP on 4 GPUs.
+how many times as long as on tp2d's best grid, within a round, median (least..most); MB sent in a
+step by the rank that sends most, as its network interface counts; MB that NCCL's collectives would
+move; the resident memory that a step adds; and the paper's ratio of hours for its TP on 4 GPUs.
+Below stand the best grid against the best stock plan, as it is, with an efficient reduce-scatter,
+and of those that need no more memory; and what ``torch_tp2d.suggest`` would have taken of these
+plans, told what the ranks measured of their machine beforehand.
 
-A kind takes about six minutes at the default sizes on two idle cores, as far as the blocks'
-times tell (4 rounds and one untimed); ``--hidden 256 --seq 64 --layers 2 --repeats 2`` half a
-minute. Results are written after every kind, and the same command again runs what is missing.
-Needs Linux, root and iproute2, as netlab.py does.
+Results are written after every kind, and the same command again runs what is missing. Needs Linux,
+root and iproute2, as netlab.py does.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from pathlib import Path
 from typing import Any
 
 import netlab
-from compare import HERE, ROOT, commit, is_done, load, now, run_to_its_end, save
+from compare import HERE, ROOT, commit, grids, is_done, load, now, run_to_its_end, save
 
 PAPER = {"gpt2": 1.84, "bert": 1.80, "t5": 1.64}
 """Hours of TP over hours of TP2D on 4 GPUs (doi 10.11992/tis.202411023, Table 4)."""
@@ -61,11 +63,10 @@ Settings = dict[str, Any]
 
 def command(kind: str, settings: Settings, report: Path) -> list[str]:
     """The command line that times one kind of model, and writes its report there."""
-    rows, columns = settings["grid"]
     arguments = [
-        *(sys.executable, str(HERE / "netlab.py"), "-n", str(rows * columns)),
+        *(sys.executable, str(HERE / "netlab.py"), "-n", str(settings["ranks"])),
         *("--rate", settings["rate"], "--", sys.executable, str(HERE / "hf_step.py")),
-        *("--kind", kind, "--grid", f"{rows}x{columns}", "--backend", settings["backend"]),
+        *("--kind", kind, "--grid", ",".join(settings["grids"]), "--backend", settings["backend"]),
     ]
     for name in ("layers", "hidden", "batch", "seq", "vocab", "repeats"):
         arguments += [f"--{name}", str(settings[name])]
@@ -103,13 +104,12 @@ def table(cases: dict[str, dict[str, Any]]) -> str:
         for record in case["plans"]:
             sent = record["sent_bytes"]
             spread = f"({record['times_ours_min']:.2f}..{record['times_ours_max']:.2f})"
-            stock = record["plan"] != "tp2d"
             rows.append(
                 (
                     kind,
                     record["plan"] + " +rs" * record.get("efficient_reduce_scatter", False),
                     f"{record['seconds']:.3f}",
-                    f"{record['times_ours']:.2f} {spread}" if stock else "1",
+                    f"{record['times_ours']:.2f} {spread}",
                     "-" if sent is None else f"{sent / 1e6:.1f}",
                     f"{record['nccl_bytes'] / 1e6:.1f}",
                     f"{record['step_peak_bytes'] / 1e6:.1f}",
@@ -124,6 +124,21 @@ def table(cases: dict[str, dict[str, Any]]) -> str:
         )
         for row in rows
     ]
+    for kind, case in cases.items():
+        for which, line in case.get("headlines", {}).items():
+            lines.append(
+                f"{kind}: {line['grid']} against the {which}: {line['stock']} takes "
+                f"{line['ratio']:.2f} ({line['least']:.2f}..{line['most']:.2f}) times as long"
+            )
+        suggested = case.get("suggested")
+        if suggested:
+            seconds = {record["plan"]: record["seconds"] for record in case["plans"]}
+            took = seconds[suggested["plan"]]
+            lines.append(
+                f"{kind}: suggest takes {suggested['plan']}, {took / min(seconds.values()):.2f} of "
+                f"the fastest's time; predicted {suggested['predicted_seconds']:.2f} s for "
+                f"{took:.2f}, without the optimizer"
+            )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -137,7 +152,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--kinds", default=",".join(PAPER), help="joined by commas (all)")
     parser.add_argument("--rate", default="200mbit", help="of the links, as tc writes it (200mbit)")
-    parser.add_argument("--grid", default="2x2", help="RxC; as many hosts (2x2)")
+    parser.add_argument("--ranks", type=int, default=4, help="hosts (4)")
+    parser.add_argument("--grids", help="RxC[,RxC...] of as many ranks (all)")
     parser.add_argument("--layers", type=int, default=4, help="blocks; T5 has half on a side (4)")
     parser.add_argument("--hidden", type=int, default=512, help="width, a multiple of 64 (512)")
     parser.add_argument("--batch", type=int, default=8, help="sequences, all ranks together (8)")
@@ -150,15 +166,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [kind for kind in args.kinds if kind not in PAPER]
     if unknown:
         parser.error(f"no models {unknown}: choose from {list(PAPER)}")
-    try:
-        args.grid = [int(size) for size in args.grid.split("x")]
-        _, columns = args.grid
-    except ValueError:
-        parser.error(f"--grid {args.grid}: write rows x columns, as in 2x2")
-    if args.hidden % 64 or (args.hidden // 64) % (args.grid[0] * columns):
+    known = grids(args.ranks)
+    args.grids = args.grids.split(",") if args.grids else list(known)
+    if not {*args.grids} <= {*known}:
+        parser.error(f"--grids {','.join(args.grids)}: {args.ranks} ranks make {', '.join(known)}")
+    if args.hidden % 64 or (args.hidden // 64) % args.ranks:
         parser.error(
             f"--hidden {args.hidden} makes {args.hidden / 64:g} heads of 64, which do not split "
-            f"over a line of {args.grid[0] * columns} ranks"
+            f"over a line of {args.ranks} ranks"
         )
     return args
 

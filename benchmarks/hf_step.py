@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time a training step of a Hugging Face model under stock and 2-D plans, in one interleaved run.
 
-What each rank runs; ``hf_speed.py``, whose docstring explains the table, starts it. Forward and
-backward without the optimizer, all plans from the same weights on the same batch; a plan whose
-loss or gradient norm differs from the first one's ends the run.
+What each rank runs; ``hf_speed.py``, whose docstring explains the table, starts it. Forward,
+backward and AdamW, all plans from the same weights on the same batch; a plan whose loss or gradient
+norm differs from the first one's ends the run.
 """
 
 from __future__ import annotations
@@ -16,27 +16,43 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from block import BACKENDS, grid
+from block import BACKENDS, grid, listed
 from hf_models import KINDS, SEED, Batch, Sizes, apply_stock, build, task, window
-from measure import Meter, held, largest_over_ranks, measure, warm_up
+from measure import Meter, headlines, held, largest_over_ranks, measure, warm_up
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from variants import Share, Variant, part, shard_blocks, use_efficient_reduce_scatter
+from variants import (
+    GRID_PLANS,
+    KEPT,
+    OURS,
+    Grid,
+    Share,
+    Variant,
+    part,
+    shard_blocks,
+    stock_meshes,
+    titled,
+    use_efficient_reduce_scatter,
+)
 
 import torch_tp2d
+from torch_tp2d.planner.candidates import Candidate
+from torch_tp2d.planner.machine import Machine, calibrate
 from torch_tp2d.plans import plan_for
 
 STOCK = ("tp", "tp-input")
-FSDP = ("fsdp-kept", "fsdp-tp-kept")
-OURS = "tp2d"
+FSDP = ("fsdp", "fsdp-kept", "fsdp-tp", "fsdp-tp-kept")
+RATE = 1e-4
+"""AdamW's."""
 
 
 @dataclass
@@ -47,14 +63,22 @@ class ModelVariant(Variant):
     labelled: int = 0
     """Tokens of the whole batch that have a label to predict."""
 
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+
+    @property
+    def ours(self) -> bool:
+        return self.name.partition(" ")[0] == OURS
+
     def step(self, elements: int) -> Tensor:
         with self.around():
-            loss = self.grid_step() if self.name == OURS else self.stock_step()
+            loss = self.grid_step() if self.ours else self.stock_step()
         for parameter in self.model.parameters():
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
             # A step that leaves a transfer running has not ended.
             if grad is not None and hasattr(grad, "wait"):
                 grad.wait()
+        self.optimizer.step()
         return loss / self.copies
 
     def grid_step(self) -> Tensor:
@@ -84,8 +108,8 @@ def targets(kind: str, labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=-100)[:, 1:] if kind == "gpt2" else labels
 
 
-def variants(kind: str, sizes: Sizes, shape: tuple[int, int]) -> list[ModelVariant]:
-    """The stock plans on a line of all ranks and on the grid, and the ready plan on the grid."""
+def variants(kind: str, sizes: Sizes, grids: Sequence[Grid]) -> list[ModelVariant]:
+    """The stock plans on a line of all ranks and on each grid, and the ready plan on each."""
     generator = torch.Generator().manual_seed(SEED + 1)
     ids = torch.randint(0, sizes.vocab, (sizes.batch, window(kind, sizes)), generator=generator)
     batch = task(kind, ids, sizes.vocab, SEED + 2)
@@ -102,24 +126,52 @@ def variants(kind: str, sizes: Sizes, shape: tuple[int, int]) -> list[ModelVaria
         model = build(kind, sizes)
         apply_stock(kind, model, line, prepared=name == "tp-input")
         made.append(made_of(name, model, Share(1, world), world))
-    for name in FSDP:
-        replicas, columns = (world, 1) if name == "fsdp-kept" else shape
-        both = init_device_mesh("cpu", (replicas, columns), mesh_dim_names=("dp", "tp"))
-        for efficient in (False, True):
-            model = build(kind, sizes)
-            if columns > 1:
-                apply_stock(kind, model, both["tp"], prepared=True)
-            shard_blocks(model, both["dp"], kept=True)
-            if efficient:
-                use_efficient_reduce_scatter(model)
-            mine = {key: part(x, 0, both["dp"]) for key, x in batch.items()}
-            given = {"batch": mine, "gradient_scale": replicas, "efficient": efficient}
-            made.append(made_of(name, model, Share(replicas, columns), columns, **given))
-    model = build(kind, sizes)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tp_row", "tp_col"))
-    torch_tp2d.parallelize_module(model, mesh, plan_for(model, mesh), src_data_rank=None)
-    made.append(made_of(OURS, model, Share(*shape, True), world))
+    fsdp = [(name, shape) for name in FSDP for shape in stock_meshes(name, grids, world)]
+    for (name, shape), efficient in product(fsdp, (False, True)):
+        both = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        replicas, columns = shape
+        model = build(kind, sizes)
+        if name in GRID_PLANS:
+            apply_stock(kind, model, both["tp"], prepared=True)
+        shard_blocks(model, both["dp"], kept=name.endswith(KEPT))
+        if efficient:
+            use_efficient_reduce_scatter(model)
+        mine = {key: part(x, 0, both["dp"]) for key, x in batch.items()}
+        given = {"batch": mine, "gradient_scale": replicas, "efficient": efficient}
+        made.append(made_of(titled(name, shape), model, Share(*shape), columns, **given))
+    for shape in grids:
+        model = build(kind, sizes)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tp_row", "tp_col"))
+        torch_tp2d.parallelize_module(model, mesh, plan_for(model, mesh), src_data_rank=None)
+        made.append(made_of(titled(OURS, shape), model, Share(*shape, True), world))
     return made
+
+
+def chosen(kind: str, sizes: Sizes, machine: Machine, measured: Sequence[str]) -> dict[str, Any]:
+    """Of the plans that were measured, the one that ``suggest`` puts first."""
+    with torch.device("meta"):
+        model = build(kind, sizes)
+    found = torch_tp2d.suggest(
+        model, dist.get_world_size(), batch=sizes.batch, seq=sizes.seq, device=machine
+    )
+    for each in found.candidates:
+        if plan_of(each) in measured:
+            return {"plan": plan_of(each), "predicted_seconds": each.seconds}
+    return {}
+
+
+def plan_of(candidate: Candidate) -> str:
+    """The benchmark's name of what ``suggest`` has tried; empty for what it does not run."""
+    *outside, rows, columns = candidate.mesh_shape
+    kept = KEPT * candidate.keep_weights
+    if not candidate.stock:
+        usual = candidate.algorithm == "pipelined" and candidate.keep_weights and not outside
+        return titled(OURS, (rows, columns)) if usual else ""
+    if len(outside) > 1 or "SP" in candidate.name:
+        return ""
+    if columns == 1:
+        return "fsdp" + kept
+    return titled("fsdp-tp" + kept, (outside[0], columns)) if outside else "tp-input"
 
 
 def summarize(
@@ -131,7 +183,8 @@ def summarize(
         variant.sent = largest_over_ranks(variant.sent)
         variant.step_memory = largest_over_ranks(variant.step_memory)
     counted = Meter().counter is not None
-    ours = made[-1].seconds
+    grids = [variant for variant in made if variant.ours]
+    ours = min(grids, key=lambda variant: statistics.median(variant.seconds)).seconds
     records = []
     for variant in made:
         # Within a round, so that a slow minute does not bend it.
@@ -154,6 +207,7 @@ def summarize(
                 "rounds": {
                     "seconds": variant.seconds,
                     "sent_bytes": variant.sent if counted else None,
+                    "stolen": variant.stolen,
                 },
             }
         )
@@ -166,7 +220,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Time a training step of a Hugging Face model under stock and 2-D plans."
     )
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--grid", type=grid, required=True, help="RxC")
+    parser.add_argument("--grid", type=listed(grid), required=True, help="RxC[,RxC...]")
     for name in ("layers", "hidden", "batch", "seq", "vocab", "repeats"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--backend", choices=BACKENDS, default="gloo")
@@ -179,13 +233,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     dist.init_process_group(args.backend)
     sizes = Sizes(args.layers, args.hidden, args.batch, args.seq, args.vocab)
+    machine = calibrate()
     made = variants(args.kind, sizes, args.grid)
     tokens = sizes.batch * sizes.seq
     seen, _ = warm_up(made, tokens)
     measure(made, args.repeats, tokens)
     records = summarize(made, seen)
     if dist.get_rank() == 0 and args.json:
-        report = {"kind": args.kind, **asdict(sizes), "grid": args.grid, "plans": records}
+        report = {
+            "kind": args.kind,
+            **asdict(sizes),
+            "grids": args.grid,
+            "calibrated": machine.to_dict(),
+            "plans": records,
+            "headlines": {which: line._asdict() for which, line in headlines(records).items()},
+            "suggested": chosen(args.kind, sizes, machine, [each["plan"] for each in records]),
+        }
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     dist.destroy_process_group()
     return 0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import compare
 import convergence
 import gpu
 import hf_speed
+import hf_step
 import measure
 import paper
 import plot
@@ -247,6 +249,36 @@ class TestHuggingFace:
         lines = hf_speed.table({"gpt2": {"plans": plans}, "t5": {"failed": "exit status 1"}})
         assert "2.00 (1.80..2.20)" in lines and "1.84" in lines
         assert lines.endswith("exit status 1")
+
+    def test_a_suggestion_is_held_against_the_fastest(self) -> None:
+        record = {"times_ours": 1.0, "times_ours_min": 1.0, "times_ours_max": 1.0}
+        record |= {"sent_bytes": None, "nccl_bytes": 3e6, "step_peak_bytes": 4e6}
+        plans = [
+            {"plan": "fsdp-kept", "seconds": 3.0, **record},
+            {"plan": "tp2d 2x2", "seconds": 2.0, **record},
+        ]
+        suggested = {"plan": "fsdp-kept", "predicted_seconds": 2.5}
+        lines = hf_speed.table({"gpt2": {"plans": plans, "suggested": suggested}})
+        assert "suggest takes fsdp-kept, 1.50 of the fastest's time" in lines
+
+    @pytest.mark.parametrize(
+        "name,mesh,stock,kept,wanted",
+        [
+            ("FSDP2 4", (4, 1, 1), True, True, "fsdp-kept"),
+            ("TP 4", (1, 4), True, True, "tp-input"),
+            ("FSDP2 2 x TP 2", (2, 1, 2), True, False, "fsdp-tp 2x2"),
+            ("2-D 4x1", (4, 1), False, True, "tp2d 4x1"),
+            # Not among what is timed.
+            ("TP+SP 4", (1, 4), True, True, ""),
+            ("HSDP 2x2", (2, 2, 1, 1), True, True, ""),
+            ("FSDP2 2 x 2-D 1x2", (2, 1, 2), False, True, ""),
+        ],
+    )
+    def test_what_is_suggested_has_a_name_there(
+        self, name: str, mesh: tuple[int, ...], stock: bool, kept: bool, wanted: str
+    ) -> None:
+        given = {"name": name, "mesh_shape": mesh, "stock": stock, "keep_weights": kept}
+        assert hf_step.plan_of(SimpleNamespace(algorithm="pipelined", **given)) == wanted
 
 
 class TestThePapersTables:
