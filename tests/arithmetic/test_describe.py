@@ -404,6 +404,25 @@ def test_a_weight_that_is_gathered_again_is_not_kept(transport: str) -> None:
         assert [module.kept_weights for module in found.modules] == [0, kept, kept]
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_inputs_of_a_model_without_an_embedding(rank: int) -> None:
+    """The ranks were asked for sizes, but a fake tensor has no values to answer: torch's own error.
+
+    What a rank is given is its part of the batch if it is as large as that; else the others are
+    taken to have as much.
+    """
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    plan = {"0": Colwise2D(input_layouts=Shard(1)), "1": Rowwise2D(output_layouts=Shard(1))}
+    row, col = divmod(rank, 2)
+    part = torch.zeros(2 - row, 7 - col, 64, requires_grad=True)
+    sizes = {"batch": 3, "seq": 13, "rank": rank}
+    wanted = describe(model, (2, 2), plan, **sizes)
+    assert describe(model, (2, 2), plan, inputs=part, **sizes).total_bytes == wanted.total_bytes
+    even = describe(model, (2, 2), plan, batch=4, seq=14)
+    other = describe(model, (2, 2), plan, inputs=torch.zeros(2, 7, 64, requires_grad=True), **sizes)
+    assert other.total_bytes == even.total_bytes
+
+
 def test_it_prints_and_is_json() -> None:
     found = describe(transformer(VOCAB), (2, 2, 2), _edited(plan_2d), batch=4, seq=8)
     assert found.mesh == {"dp": 2, "tp_row": 2, "tp_col": 2}

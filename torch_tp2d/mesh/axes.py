@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import disable_current_modes
+from .._torch_compat import active_fake_mode, disable_current_modes
 from ..comm import Axis, Pending, all_gather, link_of, transport_of
 from ..comm.groups import own_group
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh
@@ -108,6 +108,12 @@ def part_of(extent: int, cuts: Sequence[Axis]) -> int:
 
 
 def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
-    """What is of this size here, of which it is on the other ranks of the axis; all of them ask."""
+    """What is of this size here, of which it is on the other ranks of the axis; all of them ask.
+
+    Of fake tensors it is taken to be the same there: nobody answers.
+    """
+    if active_fake_mode() is not None:
+        with disable_current_modes():
+            return Pending(torch.full((axis.size,), size))
     mine = torch.full((1,), size, device=device)
     return all_gather(mine, 0, (1,) * axis.size, axis)

@@ -250,10 +250,18 @@ def _inputs(
     model: nn.Module, grid: DeviceMesh, table: LayoutTable | None, batch: int, case: Case
 ) -> Inputs:
     known = sample_inputs(model, case.inputs, batch, case.seq)
-    if known is not None:
+    if known is not None and known.ids is not None:
         return known
-    token_sizes(grid, (batch, case.seq))
-    return Inputs((_features(model, grid, table, batch, case.seq),))
+    # Without an embedding nothing tells how many tokens a rank's part is one of.
+    try:
+        part = _features(model, grid, table, batch, case.seq)
+    except ValueError:
+        if known is None:
+            raise
+        return known
+    if known is None or known.has_one_of(part.shape):
+        token_sizes(grid, (batch, case.seq))
+    return known or Inputs((part,))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

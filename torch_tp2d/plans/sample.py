@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,6 +66,11 @@ class Inputs:
         """The same, with each argument changed."""
         kwargs = {name: change(x) for name, x in (self.kwargs or {}).items()}
         return Inputs(tuple(map(change, self.args)), kwargs, change(self.ids))
+
+    def has_one_of(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is among them."""
+        given = (*self.args, *(self.kwargs or {}).values())
+        return any(isinstance(x, Tensor) and x.shape == shape for x in given)
 
     def without_cache(self, model: nn.Module) -> Inputs:
         """The same, but that no keys and values are handed back."""
@@ -175,7 +180,9 @@ def _own_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def _without_values(x: Any) -> Any:
-    return torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_like(x, device="cpu", requires_grad=x.requires_grad)
 
 
 def _is_ids(x: Any) -> bool:
