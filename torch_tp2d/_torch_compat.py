@@ -22,6 +22,11 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import STATE_KEY
@@ -36,6 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
+    "NEEDS_VALUES",
     "REPLICATE",
     "SELECTIVE_MODES",
     "AutoDispatchBelowAutograd",
@@ -136,9 +142,11 @@ def version(x: Tensor) -> int:
 
 def fake_mode() -> Any:
     """The mode in which tensors have shapes and no values, those from outside it taken along."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException
+"""What operators raise in that mode whose result, or its shape, is a matter of values."""
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:

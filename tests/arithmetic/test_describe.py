@@ -114,6 +114,8 @@ def _ready_models() -> dict[str, nn.Module]:
         SwinForImageClassification,
         T5Config,
         T5ForConditionalGeneration,
+        ViTConfig,
+        ViTForImageClassification,
     )
 
     torch.manual_seed(0)
@@ -149,6 +151,18 @@ def _ready_models() -> dict[str, nn.Module]:
                 drop_path_rate=0.0,
             )
         ),
+        # 17 tokens: of fake ones the other ranks were taken to have as many, and 9 became 18.
+        "vit": ViTForImageClassification(
+            ViTConfig(
+                image_size=32,
+                patch_size=8,
+                hidden_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=128,
+                num_labels=8,
+            )
+        ),
     }
 
 
@@ -162,7 +176,7 @@ def _ready(rows: int, columns: int) -> tuple[list[str], dict[str, tuple[list[int
         torch_tp2d.parallelize_module(model, mesh, torch_tp2d.plan_for(model, mesh))
         ids = torch.zeros(8, 128, dtype=torch.int64)
         given: dict[str, torch.Tensor] = {"input_ids": ids, "labels": ids}
-        if name == "swin":
+        if name in ("swin", "vit"):
             given = {"pixel_values": torch.zeros(8, 3, 32, 32), "labels": ids[:, 0]}
 
         def step(model: nn.Module = model, given: Any = given) -> None:
@@ -420,7 +434,36 @@ def test_inputs_of_a_model_without_an_embedding(rank: int) -> None:
     assert describe(model, (2, 2), plan, inputs=part, **sizes).total_bytes == wanted.total_bytes
     even = describe(model, (2, 2), plan, batch=4, seq=14)
     other = describe(model, (2, 2), plan, inputs=torch.zeros(2, 7, 64, requires_grad=True), **sizes)
-    assert other.total_bytes == even.total_bytes
+    # Of this part's tokens nothing is known, and so the other rank of the row is asked.
+    assert other.total_bytes - even.total_bytes == (8 if rank else 0)
+
+
+class _Counting(nn.Linear):
+    """As a mixture of experts does: how much is computed depends on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (x > 0).nonzero().numel()
+
+
+def test_a_forward_that_asks_for_values_is_named() -> None:
+    """torch's own DynamicOutputShapeException came through, which names neither module nor mend."""
+    model = nn.Sequential(nn.Linear(8, 8), _Counting(8, 8), nn.Linear(8, 8))
+    plan = {"0": Colwise2D(), "1": torch_tp2d.Replicate(), "2": Rowwise2D()}
+    with pytest.raises(ValueError, match=r"^1 \(.*_Counting\) calls aten.nonzero"):
+        describe(model, (1, 2), plan, batch=2, seq=4)
+
+
+def test_a_mixture_of_experts_is_described() -> None:
+    """As the error says."""
+    pytest.importorskip("transformers")
+    from support.decoders import decoder
+
+    for name in ("Mixtral", "Qwen3Moe"):
+        model = decoder(name)
+        with pytest.raises(ValueError, match="set_experts_implementation"):
+            describe(model, (2, 2), batch=4, seq=8)
+        model.set_experts_implementation("batched_mm")
+        assert describe(model, (2, 2), batch=4, seq=8).total_bytes
 
 
 def test_it_prints_and_is_json() -> None:

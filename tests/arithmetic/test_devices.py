@@ -45,7 +45,8 @@ from torch_tp2d import (
     attention_projections,
     plan_for,
 )
-from torch_tp2d.mesh.grid import Grid, ask_sizes
+from torch_tp2d.mesh.extents import ask_sizes
+from torch_tp2d.mesh.grid import Grid
 
 transformers = pytest.importorskip("transformers")
 

@@ -167,6 +167,14 @@ def _(mesh: DeviceMesh) -> None:
     assert made.untyped_storage().nbytes() == 48
 
 
+@of("NEEDS_VALUES")
+def _(mesh: DeviceMesh) -> None:
+    with compat.fake_mode():
+        for ask in (Tensor.nonzero, Tensor.item):
+            with pytest.raises(compat.NEEDS_VALUES):
+                ask(torch.ones(1))
+
+
 @of("fake_world")
 def _(mesh: DeviceMesh) -> None:
     group, hook = dist.group.WORLD, sys.excepthook

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import torch_tp2d
 from support import world
@@ -43,6 +44,21 @@ def _pieces_by_rate() -> list[int]:
 def test_a_fast_link_takes_larger_pieces() -> None:
     for counted in world.run(4, _pieces_by_rate):
         assert counted == [8, 8, 4, 4]
+
+
+def _of_dtensors() -> None:
+    mesh = grid_mesh(1, 2)[TP_COL]
+    x = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)])
+    with CommDebugMode() as seen, torch_tp2d.CommCounter(grid_mesh(1, 2)) as counter:
+        first = x[0].to_local()
+    assert first.tolist() == [1, 1, 1]
+    assert sum(seen.get_comm_counts().values()) == sum(counter.calls.values()) == 1
+    assert counter.bytes == {(TP_COL, "all_gather_into_tensor"): 4 * 3 * 4}
+
+
+def test_what_an_operator_of_dtensors_moves_is_counted() -> None:
+    """It was not: a stock plan whose user indexes a sharded output seemed to move less."""
+    world.run(2, _of_dtensors)
 
 
 def _exact_reduce_scatter() -> None:

@@ -7,10 +7,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import TorchDispatchMode, collective_of, resolve_process_group
+from .._torch_compat import (
+    TorchDispatchMode,
+    active_fake_mode,
+    collective_of,
+    resolve_process_group,
+)
 
 __all__ = ["AxisNames", "CommCounter", "crossing"]
 
@@ -49,6 +55,10 @@ def crossing(op: str, args: Sequence[Any]) -> tuple[ProcessGroup, int]:
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(get_process_group_ranks(group))
+
+
+def _dispatches(kind: type) -> bool:
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 class AxisNames:
@@ -95,6 +105,9 @@ class CommCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if active_fake_mode() is None and any(map(_dispatches, types)):
+            # A DTensor, say: what an operator of its own moves is seen when it is taken apart.
+            return NotImplemented
         op = collective_of(func)
         if op:
             self._count(op, args)

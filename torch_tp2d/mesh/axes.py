@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import active_fake_mode, disable_current_modes
-from ..comm import Axis, Pending, all_gather, link_of, transport_of
+from .._torch_compat import disable_current_modes
+from ..comm import Axis, link_of, transport_of
 from ..comm.groups import own_group
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh
 
-__all__ = ["Axes", "ask_sizes", "check_mesh", "flat_axis", "names_of", "on_mesh", "part_of"]
+__all__ = ["Axes", "check_mesh", "flat_axis", "names_of", "on_mesh", "part_of"]
 
 Axes = str | tuple[str, ...]
 
@@ -105,15 +104,3 @@ def part_of(extent: int, cuts: Sequence[Axis]) -> int:
     for axis in cuts:
         extent = axis.split(extent)[axis.index]
     return extent
-
-
-def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
-    """What is of this size here, of which it is on the other ranks of the axis; all of them ask.
-
-    Of fake tensors it is taken to be the same there: nobody answers.
-    """
-    if active_fake_mode() is not None:
-        with disable_current_modes():
-            return Pending(torch.full((axis.size,), size))
-    mine = torch.full((1,), size, device=device)
-    return all_gather(mine, 0, (1,) * axis.size, axis)

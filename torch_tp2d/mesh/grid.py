@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..comm import Axis, Pending, move
+from ..comm import Axis, move
 from ..runtime.context import Sizes, context_of
-from .axes import Axes, ask_sizes, check_mesh, flat_axis, names_of, on_mesh, part_of
+from .axes import Axes, check_mesh, flat_axis, names_of, on_mesh, part_of
+from .extents import ask_extent
 from .handed import Handed, hand_out, said_of, tokens_told
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
-__all__ = ["Axes", "Grid", "Sizes", "ask_sizes", "check_mesh", "describe_mesh", "part_of"]
+__all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh", "part_of"]
 
 
 class Grid:
@@ -228,7 +228,7 @@ class Grid:
         if features is not None and dim == x.ndim - 1:
             return lambda: features
         told = self._told(x, dim, cuts, layout)
-        return self._exchange(x, dim, cuts) if told is None else lambda: told
+        return ask_extent(x, dim, cuts) if told is None else lambda: told
 
     def _told(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int | None:
         """The size of a dim of the tokens; None where it is not known here.
@@ -317,32 +317,6 @@ class Grid:
         named = (names for names, one in zip(names_of(self.axes), shares, strict=True) if one)
         told = frozenset().union(*named)
         return hand_out(x, Handed(sizes, layout, x.ndim, self.axes, known, told))
-
-    def _exchange(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
-        """Ask the other ranks: a local tensor says nothing about the shards that they hold."""
-        extent = x.shape[dim]
-        if torch.compiler.is_compiling():
-            return lambda: extent * math.prod([axis.size for axis in cuts])
-
-        *outer, inner = cuts
-        asked = ask_sizes(extent, inner, x.device)
-
-        def answer(asked: Pending, axis: Axis) -> int:
-            sizes = asked.wait().tolist()
-            if tuple(sizes) != axis.split(sum(sizes)):
-                raise ValueError(
-                    f"the ranks along {axis.name} hold {sizes} elements of dim {dim}, which is "
-                    f"not how torch.chunk splits {sum(sizes)}: expected {axis.split(sum(sizes))}"
-                )
-            return sum(sizes)
-
-        def total() -> int:
-            extent = answer(asked, inner)
-            for axis in reversed(outer):
-                extent = answer(ask_sizes(extent, axis, x.device), axis)
-            return extent
-
-        return total
 
     def redistribute(
         self,

@@ -73,7 +73,10 @@ class Search:
                 break
             self._try_variants()
         if not self.found:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            named: dict[str, list[str]] = {}
+            for name, why in self.refused.items():
+                named.setdefault(why, []).append(name)
+            reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in named.items())
             raise ValueError(
                 f"no mesh of {world_size} devices takes a batch of {self.case.batch} sequences of "
                 f"{self.case.seq} tokens{self._in_parts()}: dp has to divide the batch, tp_row to "

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch_compat import fake_mode, local_tensor
+from .._torch_compat import NEEDS_VALUES, fake_mode, local_tensor
 from ..comm import transport_of
 from ..loss import cross_entropy
 from ..mesh.grid import Grid, describe_mesh
@@ -174,7 +175,7 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
         plain = type(torch.empty(0, device="cpu"))
         inputs = _inputs(model, grid, table, batch, case)
         recorder = Recorder(model, mesh, plain)
-        with recorder:
+        with recorder, _refusing_values(model):
             if any(getattr(m.__dict__.get("_tp2d"), "in_rounds", False) for m in model.modules()):
                 # What is gathered ahead is what came next in the forward before.
                 _forward(model, inputs, case)
@@ -203,6 +204,31 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
     sizes = dict(zip(names, mesh.shape, strict=True))
     transport = transport_of(grid).name
     return Step(recorder, sizes, transport, table, kept, parameters, trainable, weights)
+
+
+@contextmanager
+def _refusing_values(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # DTensor raises of what was raised while it looked for shapes.
+        asked = error if isinstance(error, NEEDS_VALUES) else error.__cause__
+        if not isinstance(asked, NEEDS_VALUES):
+            raise
+        raise ValueError(
+            f"{_module_that_raised(model, error)} calls {asked.func}, whose result depends on "
+            f"values, and a step is described on tensors without any. Of a mixture of experts of "
+            f'Hugging Face\'s, call model.set_experts_implementation("grouped_mm") before, or '
+            f'"batched_mm" where that does not take its dtype; else describe a model whose forward '
+            f"does without"
+        ) from error
+
+
+def _module_that_raised(model: nn.Module, error: BaseException) -> str:
+    names = {module: name for name, module in model.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    module = next((m for m in reversed(frames) if isinstance(m, nn.Module) and m in names), model)
+    return f"{names[module] or 'its forward'} ({type(module).__name__})"
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .._torch_compat import disable_current_modes
 from ..comm import Axis, all_gather
 from ..comm.groups import sends
-from ..mesh.grid import Grid, ask_sizes, describe_mesh, part_of
+from ..mesh.extents import ask_sizes
+from ..mesh.grid import Grid, describe_mesh, part_of
 from ..mesh.handed import made_of
 from ..mesh.layouts import Layout, normalize
 from ..ops.attention.block import attend_to_all

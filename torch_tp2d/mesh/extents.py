@@ -1,0 +1,69 @@
+"""How large a dim is of which this rank has a part: what is known of it, or the others say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import active_fake_mode, disable_current_modes
+from ..comm import Axis, Pending, all_gather
+from .axes import part_of
+from .handed import tokens_told
+
+__all__ = ["ask_extent", "ask_sizes"]
+
+
+def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
+    """What is of this size here, of which it is on the other ranks of the axis; all of them ask.
+
+    Fake tensors are asked, too, so that what this costs is seen, but cannot answer: it is taken to
+    be the same there.
+    """
+    mine = torch.full((1,), size, device=device)
+    asked = all_gather(mine, 0, (1,) * axis.size, axis)
+    if active_fake_mode() is None:
+        return asked
+    asked.wait()
+    with disable_current_modes():
+        return Pending(torch.full((axis.size,), size))
+
+
+def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
+    """The size of a dim of which ``x`` is the part that ``cuts`` make, the outer one first.
+
+    A local tensor says nothing about the shards of others: they are asked when this is called, and
+    what it returns awaits their answers. Of fake tensors, the size that is known of what ``x`` is
+    made of is believed instead.
+    """
+    extent = x.shape[dim]
+    if torch.compiler.is_compiling():
+        return lambda: extent * math.prod([axis.size for axis in cuts])
+
+    known = None
+    if active_fake_mode() is not None:
+        whole = (tokens_told(x) or ())[dim : dim + 1]
+        if whole and part_of(whole[0], cuts) == extent:
+            known = whole[0]
+
+    *outer, inner = cuts
+    asked = ask_sizes(extent, inner, x.device)
+
+    def answer(asked: Pending, axis: Axis) -> int:
+        sizes = asked.wait().tolist()
+        if tuple(sizes) != axis.split(sum(sizes)):
+            raise ValueError(
+                f"the ranks along {axis.name} hold {sizes} elements of dim {dim}, which is not how "
+                f"torch.chunk splits {sum(sizes)}: expected {axis.split(sum(sizes))}"
+            )
+        return sum(sizes)
+
+    def total() -> int:
+        extent = answer(asked, inner)
+        for axis in reversed(outer):
+            extent = answer(ask_sizes(extent, axis, x.device), axis)
+        return extent if known is None else known
+
+    return total
