@@ -187,7 +187,7 @@ def test_of_very_many_meshes_those_that_move_least_are_tried(
 def test_micro_batches_gather_weights_once() -> None:
     """Or each, in less memory; what is told of five is what five do, as of three."""
     sizes = {"batch": 20, "seq": 16, "plan": _plan}
-    found = suggest(_model(2), 2, device=LINKS_ALONE, micro_batches=5, **sizes)
+    found = suggest(_model(16), 2, device=LINKS_ALONE, micro_batches=5, **sizes)
     assert "in 5 micro-batches" in str(found) and "kept, reduced once" in str(found)
     chosen = {(c.name, c.keep_weights, c.reduce_each): c for c in found.candidates}
     for name, shape in {"FSDP2 2": (2, 1, 1), "2-D 2x1": (2, 1)}.items():
@@ -208,10 +208,10 @@ def test_micro_batches_gather_weights_once() -> None:
 
 def test_memory_rules_out_and_it_says_what_would_fit() -> None:
     sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
-    free = suggest(_model(2), 2, **sizes)
+    free = suggest(_model(16), 2, **sizes)
     least = min(each.memory.peak for each in free.candidates)
     assert free.best.memory.peak > least
-    tight = suggest(_model(2), 2, memory=least, **sizes)
+    tight = suggest(_model(16), 2, memory=least, **sizes)
     assert tight.best.memory.peak <= least
     assert [each.fits for each in tight.candidates].count(False) > 0
     assert tight.best.name in str(tight) and "too large" in str(tight)
@@ -222,7 +222,7 @@ def test_memory_rules_out_and_it_says_what_would_fit() -> None:
     with pytest.raises(
         ValueError, match="nothing fits in 1000 B: the least is .* for .*more devices"
     ):
-        suggest(_model(2), 2, memory=1000, **sizes)
+        suggest(_model(16), 2, memory=1000, **sizes)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -346,7 +346,7 @@ def test_a_config_of_transformers_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_recomputation_is_tried_where_nothing_else_fits() -> None:
     sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
-    least = min(each.memory.peak for each in suggest(_model(2), 2, **sizes).candidates)
-    found = suggest(_model(2), 2, memory=0.9 * least, **sizes)
+    least = min(each.memory.peak for each in suggest(_model(16), 2, **sizes).candidates)
+    found = suggest(_model(16), 2, memory=0.9 * least, **sizes)
     assert found.best.recompute and "recomputing" in str(found)
     assert found.best.memory.peak <= 0.9 * least
