@@ -46,6 +46,7 @@ __all__ = [
     "Resolved",
     "Runner",
     "check_dims",
+    "first_tensor",
     "local_shards",
     "place_parameter",
     "put_on_grid",
@@ -367,3 +368,11 @@ def _shard(param: Any) -> Any:
 def values_of(param: Any) -> Tensor:
     """A view of a parameter's values on this rank, whatever they become."""
     return local_tensor(param).detach()
+
+
+def first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """What a module's layouts are of: its first tensor of numbers, else its first of any kind."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not tensors:
+        raise TypeError(f"{describe_module(module)} was given no tensor")
+    return next((x for x in tensors if x.is_floating_point()), tensors[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed.tensor as dt
@@ -20,6 +20,7 @@ from .base import (
     LayoutLike,
     Resolved,
     Runner,
+    first_tensor,
     local_shards,
 )
 from .boundary import check_handed, to_dtensor
@@ -34,6 +35,13 @@ from .local_math import (
 )
 from .module_kinds import describe_module, embeds, is_embedding
 from .surroundings import UNKNOWN, Surroundings
+from .whole_samples import (
+    check_dropout,
+    pass_by_nothing,
+    run_mixing,
+    run_on_samples,
+    runs_alone,
+)
 
 __all__ = ["Replicate", "WholeRunner"]
 
@@ -102,6 +110,7 @@ class Replicate(GridStyle):
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         super().check(module, grid)
+        check_dropout(module, grid)
         if self._looks_up(module):
             check_options(module)
 
@@ -158,6 +167,7 @@ class WholeRunner(Runner):
         for param in module.parameters():
             if param.requires_grad and isinstance(param, DTensor):
                 settle_after_backward(param)
+        pass_by_nothing(module)
 
     def __init__(
         self,
@@ -195,7 +205,7 @@ class WholeRunner(Runner):
         return Resolved(told, output, told_by="plan")
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = _first_tensor(module, args, kwargs)
+        given = first_tensor(module, args, kwargs)
         x: Any = given
         was_local = not isinstance(x, DTensor)
         use_local = was_local if self.use_local_output is None else self.use_local_output
@@ -252,17 +262,29 @@ class WholeRunner(Runner):
         if self._takes_tokens(x, layout):
             y = self._locally(module, x.to_local(), layout)
             y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
+        elif runs_alone(module):
+            y = run_on_samples(module, forward, args, kwargs, given, x, self.grid)
         else:
             self.installed(module)
 
             def prepared(value: Any) -> Any:
                 return x if value is given else self._alike(value, given, x)
 
-            y = forward(*map(prepared, args), **{k: prepared(v) for k, v in kwargs.items()})
+            args, kwargs = tuple(map(prepared, args)), {k: prepared(v) for k, v in kwargs.items()}
+            y = run_mixing(module, forward, args, kwargs, x, self.grid)
+        if type(y) is tuple:
+            return tuple(self._handed_on(one, given, x, layout) for one in y)
+        return self._handed_on(y, given, x, layout)
+
+    def _handed_on(self, y: Any, given: Tensor, x: DTensor, layout: Layout) -> Any:
+        """An output, of the tokens of the input ``x`` in its layout."""
         if not isinstance(y, DTensor):
             return y
         # DTensor replicates where a dim is too short for the mesh.
-        return self._hand_on(y, given, layout if y.shape == x.shape else None)
+        alike = y.shape == x.shape or (
+            y.shape[:-1] == x.shape[:-1] and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
+        )
+        return self._hand_on(y, given, layout if alike else None)
 
     def _hand_on(self, y: DTensor, given: Tensor, layout: Layout | None) -> Tensor:
         """The output as it was asked for, else in ``layout``, else as it is."""
@@ -374,11 +396,3 @@ class WholeRunner(Runner):
         return Prepared(
             *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
         )
-
-
-def _first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """What a module's layouts are of: its first tensor of numbers, else its first of any kind."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if not tensors:
-        raise TypeError(f"{describe_module(module)} was given no tensor")
-    return next((x for x in tensors if x.is_floating_point()), tensors[0])

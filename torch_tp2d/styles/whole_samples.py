@@ -1,0 +1,310 @@
+"""Modules that mix the tokens of a sample: they are given whole samples, or all of them.
+
+DTensor runs most of what mixes tokens as it runs anything else. What it does not:
+
+- a convolution of what is split by length: it exchanges edges by ranks of the world, and so waits
+  for ever on a mesh of two dims;
+- attention of queries that are split by tokens, which it refuses;
+- recurrences and norms over tokens: they use tensors that are none of its own, or run on a shard as
+  if it were the whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
+
+from .._torch_compat import tree_map_only
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.layouts import Layout
+from .boundary import to_dtensor
+from .local_math import parameters_inside, run_locally
+from .module_kinds import describe_module
+
+__all__ = [
+    "check_dropout",
+    "pass_by_nothing",
+    "run_mixing",
+    "run_on_samples",
+    "runs_alone",
+]
+
+_INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_CONVOLUTIONS = frozenset(
+    (
+        *(torch.conv1d, torch.conv2d, torch.conv3d),
+        *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+    )
+)
+_NOT_OF_DTENSORS = frozenset(
+    ("batch_norm", "group_norm", "gru", "instance_norm", "lstm", "rnn_relu", "rnn_tanh")
+)
+
+
+def runs_alone(module: nn.Module) -> bool:
+    """Whether a module of torch's that mixes tokens is to run on local tensors of whole samples."""
+    return isinstance(module, (nn.RNNBase, nn.GroupNorm, *_INSTANCE_NORMS, *_BATCH_NORMS))
+
+
+def check_dropout(module: nn.Module, grid: Grid) -> None:
+    """Check that no recurrence drops between its layers.
+
+    Raises:
+        ValueError: for one that does, on more than one rank: its masks would differ over the ranks.
+    """
+    for inner in module.modules():
+        if not isinstance(inner, nn.RNNBase) or grid.row.size * grid.col.size == 1:
+            continue
+        if inner.dropout and inner.num_layers > 1:
+            raise ValueError(
+                f"{describe_module(inner)} on mesh {describe_mesh(grid.mesh)}: its "
+                f"dropout={inner.dropout} between its {inner.num_layers} layers is drawn inside "
+                f"torch's operator, by each rank for itself: give it dropout=0.0, or make it "
+                f"{inner.num_layers} recurrences of one layer with an nn.Dropout between them"
+            )
+
+
+def run_on_samples(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    given: Tensor,
+    x: DTensor,
+    grid: Grid,
+) -> Any:
+    """A module that :func:`runs_alone`, on this rank's samples of ``x``, which ``given`` is.
+
+    Returns:
+        What the module gives, tensors as DTensors that are split by samples.
+    """
+    dim = _sample_dim(module, x)
+    on_mesh = _of_samples(x, dim)
+    samples = x.redistribute(placements=on_mesh)
+    layout = grid.layout(samples, 0)
+
+    def local(value: Any) -> Any:
+        if value is given:
+            return samples.to_local()
+        if isinstance(value, tuple):
+            return tuple(map(local, value))
+        # A recurrence's states before the first token.
+        return _placed(value, x.shape[dim or 0], grid, _moved(on_mesh, 1), local=True)
+
+    row, col = (isinstance(placement, Shard) for placement in layout)
+    args, kwargs = tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
+    params = parameters_inside(module)
+    y = run_locally(params, forward, args, kwargs, grid, shares=(row, col))
+
+    def whole(value: Any, at: int | None) -> Any:
+        if isinstance(value, tuple):
+            return tuple(whole(one, 1) for one in value)
+        shape = list(value.shape)
+        if at is not None and dim is not None:
+            shape[at] = x.shape[dim]
+        there: Layout = (_at(layout[0], at), _at(layout[1], at))
+        return to_dtensor(value, there, grid, shape)
+
+    if isinstance(y, tuple):
+        # The states after the last token come second, whose samples are in dim 1.
+        return whole(y[0], dim), *(whole(one, 1) for one in y[1:])
+    return whole(y, dim)
+
+
+def run_mixing(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    x: DTensor,
+    grid: Grid,
+) -> Any:
+    """Any other module, on DTensors: what is inside that mixes tokens is given whole samples."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention_on_samples(module, forward, args, kwargs, x, grid)
+    with _WholeSamples(f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"):
+        return forward(*args, **kwargs)
+
+
+def _attention_on_samples(
+    module: nn.MultiheadAttention,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    x: DTensor,
+    grid: Grid,
+) -> tuple[DTensor, DTensor | None]:
+    """Attention of DTensors that are split by samples alone; masks by theirs.
+
+    Raises:
+        ValueError: for a local tensor that is not of ``x``'s tokens, and for a mask of heads.
+    """
+    dim = _sample_dim(module, x)
+    kept = _of_samples(x, dim)
+    bound = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs).arguments
+    gathered: dict[int, Tensor] = {}
+    for name in ("query", "key", "value"):
+        value = bound[name]
+        if not isinstance(value, DTensor):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: its {name} of "
+                f"shape {tuple(value.shape)} is a local tensor of other tokens than its query of "
+                f"{tuple(x.shape)}: hand it on as a DTensor (use_local_output=False), which says "
+                f"how it is split"
+            )
+        if id(value) not in gathered:
+            # One tensor stays one: torch multiplies by all three weights at once.
+            gathered[id(value)] = value.redistribute(placements=kept)
+        bound[name] = gathered[id(value)]
+    if not module.training:
+        # Where query and key are one, torch takes an operator that is none of DTensor's.
+        bound["query"] = bound["query"].view_as(bound["query"])
+    for name, at in (("key_padding_mask", 0), ("attn_mask", None)):
+        if bound.get(name) is not None:
+            bound[name] = _placed(bound[name], x.shape[dim or 0], grid, _moved(kept, at))
+    if getattr(bound.get("attn_mask"), "ndim", 2) > 2 and grid.row.size * grid.col.size > 1:
+        raise ValueError(
+            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}: an attn_mask of its "
+            f"own for each sample and head, {tuple(bound['attn_mask'].shape)}, cannot be split: "
+            f"use scaled_dot_product_attention in an own attention with Attention2D"
+        )
+    bound.pop("self")
+    y, weights = forward(**bound)
+    # Through a local tensor and back: DTensor loses account of the strides of what it sums in
+    # backward, and torch's backward then views what is no view.
+    return to_dtensor(y.to_local(), grid.layout(y, 0), grid, y.shape), weights
+
+
+def pass_by_nothing(module: nn.Module) -> None:
+    """Keep TransformerEncoderLayer from passing by the modules in it, as it does without hooks."""
+    if isinstance(module, nn.MultiheadAttention) and not module._forward_pre_hooks:
+        module.register_forward_pre_hook(_goes_on)
+
+
+def _goes_on(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _sample_dim(module: Any, x: Tensor) -> int | None:
+    """The dim of samples that are computed each by itself; None where they are not."""
+    if isinstance(module, nn.GroupNorm):
+        return 0
+    if isinstance(module, _INSTANCE_NORMS):
+        return None if module.track_running_stats else 0
+    if isinstance(module, _BATCH_NORMS) or x.ndim != 3:
+        return None
+    return 0 if module.batch_first else 1
+
+
+def _of_samples(x: DTensor, dim: int | None) -> tuple[Placement, ...]:
+    """Placements with nothing split but the samples, and those where every rank has as many.
+
+    Torch views a rank's samples and their heads as one dim, and some of its norms and DTensor's
+    convolutions fail on a rank that has none.
+    """
+    kept = [p if dim is not None and p == Shard(dim) else Replicate() for p in x.placements]
+    return _dividing(x, kept)
+
+
+def _dividing(x: DTensor, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The placements if they give every rank as much, else whole ones."""
+    parts = [1] * x.ndim
+    for placement, size in zip(placements, x.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            parts[placement.dim] *= size
+    divides = all(size % of == 0 for size, of in zip(x.shape, parts, strict=True))
+    return tuple(placements) if divides else (Replicate(),) * len(placements)
+
+
+def _moved(placements: Sequence[Placement], dim: int | None) -> tuple[Placement, ...]:
+    """Placements of a tensor that has its samples in another dim, or in none."""
+    return tuple(_at(placement, dim) for placement in placements)
+
+
+def _at(placement: Placement, dim: int | None) -> Placement:
+    return Replicate() if dim is None or not isinstance(placement, Shard) else Shard(dim)
+
+
+def _placed(
+    value: Any, samples: int, grid: Grid, placements: Sequence[Placement], *, local: bool = False
+) -> Any:
+    """A further tensor, whole on every rank or a DTensor, as it is to be placed.
+
+    Raises:
+        ValueError: for a local tensor of other samples than all.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        dims = {p.dim for p in placements if isinstance(p, Shard)}
+        if any(value.shape[dim] != samples for dim in dims):
+            raise ValueError(
+                f"a local tensor of shape {tuple(value.shape)} on mesh {describe_mesh(grid.mesh)} "
+                f"is not of all {samples} samples, by which it is to be split: give it whole, the "
+                f"same on every rank, or as a DTensor"
+            )
+        value = to_dtensor(value, (Replicate(), Replicate()), grid, value.shape)
+    value = value.redistribute(placements=placements)
+    return value.to_local() if local else value
+
+
+class _WholeSamples(TorchFunctionMode):
+    """While it is entered, functions that mix the tokens of a DTensor are given whole samples.
+
+    Args:
+        here: the module that runs, for messages.
+
+    Raises:
+        ValueError: for a function that DTensor does not have, naming the module.
+    """
+
+    def __init__(self, here: str) -> None:
+        super().__init__()
+        self._here = here
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CONVOLUTIONS:
+            args, kwargs = _split_by(args, kwargs, 1)
+        elif func is F.scaled_dot_product_attention:
+            args, kwargs = _split_by(args, kwargs, 2)
+        elif getattr(func, "__name__", "") in _NOT_OF_DTENSORS and _any_dtensor(args, kwargs):
+            raise ValueError(
+                f"{self._here}: it calls {func.__name__}, which torch does not have for tensors "
+                f"that are split over a mesh. Name the module inside that calls it in the plan, "
+                f"with a Replicate() of its own"
+            )
+        return func(*args, **kwargs)
+
+
+def _any_dtensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(isinstance(x, DTensor) for x in (*args, *kwargs.values()))
+
+
+def _split_by(
+    args: Sequence[Any], kwargs: Mapping[str, Any], dims: int
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Arguments with DTensors split by their first few dims alone."""
+
+    def gathered(x: DTensor) -> DTensor:
+        split = [
+            p if isinstance(p, Replicate) or (type(p) is Shard and p.dim < dims) else Replicate()
+            for p in x.placements
+        ]
+        kept = _dividing(x, split)
+        return x if kept == tuple(x.placements) else x.redistribute(placements=kept)
+
+    mapped: Callable[..., Any] = tree_map_only
+    split: tuple[Sequence[Any], dict[str, Any]] = mapped(DTensor, gathered, (args, kwargs))
+    return split
