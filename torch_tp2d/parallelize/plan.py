@@ -18,7 +18,7 @@ from ..runtime.context import context_of
 from ..runtime.prefetch import Forward
 from ..styles.base import take_off_grid
 from ..styles.module_kinds import describe_module
-from ..styles.replicated import WholeRunner
+from ..styles.whole_module import WholeRunner
 from .agree import on_all_ranks
 from .around import with_surroundings
 from .check import check_entries, check_source, check_wrappers, facts_of

@@ -141,6 +141,7 @@ class _Derivation:
         group = list(self.seen.given[name])
         closes = all(
             self._is_projection(source)
+            and self._of_tokens(source)
             and source not in self.styles
             and source not in self.seen.output
             and {user for user in self.users[source] if not self._is_vectors(user)} == {name}
@@ -206,7 +207,7 @@ class _Derivation:
         """What the dims are of the tensors that an attention is given, where it cannot tell."""
         found: dict[str, tuple[str | None, ...]] = {}
         for name, shape in self.seen.arguments.get(where, {}).items():
-            if heads * self.batch in shape and heads > 1:
+            if shape[:1] == (heads * self.batch,) and heads > 1:
                 raise self._unclear(
                     where, f"its argument {name} {shape} has the batch and its heads in one dim"
                 )
@@ -265,7 +266,7 @@ class _Derivation:
         shape, sources = self.seen.shapes.get(name), self.seen.given[name]
         if shape is None:
             raise self._unclear(name, "it is given no tensor")
-        whole: dict[str, Any]
+        whole: dict[str, Any] = {}
         vectors = self._is_vectors(name)
         if sources and {*sources} <= self.split:
             if not vectors:
@@ -287,7 +288,6 @@ class _Derivation:
         else:
             if any(self._is_within(other, name) for other in self.styles):
                 raise self._unclear(name, "it has parameters of its own around what is split")
-            whole = {}
             if name in self.seen.output and self._is_projection(name):
                 whole = {"output_layouts": (Whole(), Whole()), "use_local_output": True}
                 if sources and {*sources} <= self.seen.picked:
@@ -336,9 +336,10 @@ class _Derivation:
         return features_of(self.modules[name])
 
     def _of_tokens(self, name: str) -> bool:
-        """Whether a module takes all tokens, not one of each sequence."""
+        """Whether a module takes all tokens one by one: no feature of all, no token of each row."""
         shape = self.seen.shapes[name]
-        return len(shape) == 3 or shape[0] == self.batch * self.seq
+        mixes = len(shape) == 3 and (shape[1] == 1 or shape[1] != self.seq == shape[2])
+        return (len(shape) == 3 or shape[0] == self.batch * self.seq) and not mixes
 
     @staticmethod
     def _is_within(name: str, other: str) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_compat import dtensor_of, local_tensor, spec_of
+from .._torch_compat import disable_current_modes, dtensor_of, local_tensor, spec_of, tree_leaves
 
-__all__ = ["Inputs", "copy_without_values", "sample_inputs"]
+__all__ = ["ConstantsHaveValues", "Inputs", "copy_without_values", "sample_inputs"]
 
 
 def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
@@ -48,6 +49,32 @@ def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
             if id(x) not in memo:
                 memo[id(x)] = empty(x)
     return copy.deepcopy(model, memo)
+
+
+class ConstantsHaveValues(TorchDispatchMode):
+    """Inside a fake mode: what is made of sizes alone, as a causal mask is, has values.
+
+    ``nn.TransformerEncoder`` asks for those of its mask, to tell whether it is causal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The tensors themselves, lest another be given the number of one that is gone.
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
+        if is_random or elsewhere or any(id(x) not in self._made for x in given):
+            return func(*args, **kwargs)
+        with disable_current_modes():
+            out = func(*args, **kwargs)
+        self._made |= {id(x): x for x in tree_leaves(out) if isinstance(x, Tensor)}
+        return out
 
 
 @dataclass

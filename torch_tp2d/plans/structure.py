@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import fake_mode, tree_leaves
 from ..styles.module_kinds import embeds, is_conv1d, is_linear
-from .sample import copy_without_values, sample_inputs
+from .sample import ConstantsHaveValues, copy_without_values, sample_inputs
 
 __all__ = ["BATCH", "SEQ", "Attention", "Structure", "own_parameters", "structure_of"]
 
@@ -133,7 +133,7 @@ def _traced(model: nn.Module, inputs: Any, *, labels: bool) -> Structure:
         if inputs is not None:
             tracer.found.tokens = _tokens_of(model, sample.ids, tensors)
         try:
-            with tracer:
+            with ConstantsHaveValues(), tracer:
                 output = sample.without_cache(model).given_to(copied)
         except Exception as error:  # Whatever a forward of the user's may raise.
             raise ValueError(
@@ -170,6 +170,14 @@ def _shapes(module: nn.Module, args: Any, kwargs: Any) -> dict[str, tuple[int, .
     return {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}
 
 
+def _has_buffers_for(module: nn.Module, args: Any, output: Any) -> bool:
+    """Whether a module without parameters changes what it is given by buffers, as positions do."""
+    alike = len(args) > 0 and isinstance(output, Tensor) and isinstance(args[0], Tensor)
+    own = any(x.is_floating_point() for x in module.buffers(recurse=False))
+    bare = next(module.parameters(), None) is None
+    return alike and own and bare and args[0].shape == output.shape and output is not args[0]
+
+
 def _start(index: Any) -> int | None:
     """Where an index begins to slice the last dim, if that is all that it does."""
     if not isinstance(index, tuple) or index[0] is not Ellipsis or len(index) != 2:
@@ -204,8 +212,10 @@ class _Tracer(TorchFunctionMode):
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
         self.found.arguments.setdefault(name, _shapes(module, args, kwargs))
-        if not own_parameters(module):
-            return
+        if own_parameters(module):
+            self._given_to(name, args, kwargs)
+
+    def _given_to(self, name: str, args: Any, kwargs: Any) -> None:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if tensors:
             self.found.shapes.setdefault(name, tuple(tensors[0].shape))
@@ -215,6 +225,8 @@ class _Tracer(TorchFunctionMode):
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._running.pop()
+        if _has_buffers_for(module, args, output):
+            self._given_to(name, args, kwargs)
         if own_parameters(module) and isinstance(output, Tensor):
             self._outputs[id(output)] = output, name
         if is_linear(module) or is_conv1d(module) or embeds(module):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from ..mesh.grid import Grid, Sizes, describe_mesh
@@ -27,7 +28,7 @@ from ..runtime.reductions import of_pass
 from .compared_inputs import compare_over_ranks
 from .module_kinds import describe_module
 
-__all__ = ["Entry", "Exit", "gather_for_module", "to_dtensor"]
+__all__ = ["Entry", "Exit", "gather_for_module", "reduce_partial", "to_dtensor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +113,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     features, whole_grad = entry.features, entry.whole_grad
     given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
+        x = reduce_partial(x, but="sum")
         declared = normalize(grid.layout(x, entry.row_dim), x.ndim)
         if x.device_mesh == grid.mesh:
             shape = tuple(x.shape)
@@ -330,6 +332,34 @@ class Exit:
         if self.use_local_output:
             return grid.with_stand_in(y, wanted, sizes, shares=(shares[0], shares[1]))
         return to_dtensor(y, wanted, grid, shape, features)
+
+
+class _ReducePartial(torch.autograd.Function):
+    """DTensor's own change of layout refuses a gradient that is a sum where it took an average."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, but: str) -> DTensor:
+        return x.redistribute(placements=_reduced(x, but))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor, None]:
+        return grads[0].redistribute(placements=_reduced(grads[0])), None
+
+
+def _reduced(x: DTensor, but: str = "") -> list[Placement]:
+    return [
+        Replicate() if isinstance(p, Partial) and p.reduce_op != but else p for p in x.placements
+    ]
+
+
+def reduce_partial(x: DTensor, *, but: str = "") -> DTensor:
+    """A DTensor of which no rank holds a mere term: sums, averages, maxima are taken first.
+
+    Args:
+        but: the reduction that is left to do.
+    """
+    return x if _reduced(x, but) == [*x.placements] else _ReducePartial.apply(x, but)
 
 
 def to_dtensor(

@@ -1,51 +1,23 @@
-"""Modules whose parameters are whole on every rank and whose tokens are split: run as DTensors."""
+"""The style of modules whose parameters are whole on every rank and whose tokens are split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch.distributed.tensor as dt
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
+from torch.distributed.tensor import Shard
 
-from ..mesh.grid import Grid, describe_mesh
-from ..mesh.handed import hand_out, said_of
-from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair, normalize
-from ..runtime.prefetch import Prepared, prepare_parameters
-from .base import (
-    AS_INPUT,
-    AT_FIRST_FORWARD,
-    GridStyle,
-    LayoutLike,
-    Resolved,
-    Runner,
-    first_tensor,
-    local_shards,
-)
-from .boundary import check_handed, to_dtensor
-from .compared_inputs import compare_over_ranks
+from ..mesh.grid import Grid
+from ..mesh.layouts import Layout, as_layout, check_row_dim, is_pair
+from .base import GridStyle, LayoutLike, Runner
 from .embedding import EmbeddingRunner, check_options
-from .local_math import (
-    SumGrads,
-    local_math,
-    parameters_inside,
-    run_locally,
-    settle_after_backward,
-)
-from .module_kinds import describe_module, embeds, is_embedding
-from .surroundings import UNKNOWN, Surroundings
-from .whole_samples import (
-    check_dropout,
-    pass_by_nothing,
-    run_mixing,
-    run_on_samples,
-    runs_alone,
-)
+from .module_kinds import embeds, is_embedding
+from .surroundings import UNKNOWN
+from .whole_module import WHOLE, WholeRunner
+from .whole_samples import check_dropout
 
-__all__ = ["Replicate", "WholeRunner"]
-
-_WHOLE: Layout = dt.Replicate(), dt.Replicate()
+__all__ = ["Replicate"]
 
 
 class Replicate(GridStyle):
@@ -99,10 +71,10 @@ class Replicate(GridStyle):
             None if grad_layouts is None else as_layout(grad_layouts, (row, row), row=row)
         )
         self.input_layouts = (
-            None if input_layouts is None else as_layout(input_layouts, _WHOLE, row=row)
+            None if input_layouts is None else as_layout(input_layouts, WHOLE, row=row)
         )
         self.output_layouts = (
-            None if output_layouts is None else as_layout(output_layouts, _WHOLE, row=row)
+            None if output_layouts is None else as_layout(output_layouts, WHOLE, row=row)
         )
         self.use_local_output = use_local_output
         self.by_default = False
@@ -121,7 +93,7 @@ class Replicate(GridStyle):
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
         for owner in module.modules():
             for name, _ in owner.named_parameters(recurse=False):
-                yield owner, name, _WHOLE
+                yield owner, name, WHOLE
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         if self._looks_up(module):
@@ -129,7 +101,7 @@ class Replicate(GridStyle):
                 "Replicate",
                 module,
                 grid,
-                weight=_WHOLE,
+                weight=WHOLE,
                 row_dim=self.row_dim,
                 given_in=self.given_layouts[0],
                 given_out=self.given_layouts[1],
@@ -157,242 +129,4 @@ class Replicate(GridStyle):
             f"{type(self).__name__}(input_layouts={self.input_layouts}, "
             f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
             f"row_dim={self.row_dim})"
-        )
-
-
-class WholeRunner(Runner):
-    """Runs a module with whole parameters on a DTensor of its first argument."""
-
-    def installed(self, module: nn.Module) -> None:
-        for param in module.parameters():
-            if param.requires_grad and isinstance(param, DTensor):
-                settle_after_backward(param)
-        pass_by_nothing(module)
-
-    def __init__(
-        self,
-        style: str,
-        module: nn.Module,
-        grid: Grid,
-        row_dim: int,
-        declared: Layout | None,
-        wanted: Layout | None,
-        use_local_output: bool | None,
-        *,
-        enforce_input: bool = False,
-        surroundings: Surroundings = UNKNOWN,
-        certain: bool = False,
-        grad_layouts: Layout | None = None,
-    ) -> None:
-        self.style, self.certain = style, certain
-        self.grad_layouts = grad_layouts
-        self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
-        self.surroundings = surroundings
-        self.locally = local_math(module)
-        self.grid = grid
-        self.row_dim = row_dim
-        self.declared, self.wanted = declared, wanted
-        self.use_local_output = use_local_output
-        self.enforce_input = enforce_input
-
-    def resolved(self) -> Resolved:
-        output = AS_INPUT if self.wanted is None else self.wanted
-        if self.declared is not None:
-            return Resolved(self.declared, output)
-        told = self.surroundings.told(self.row_dim, self.grid)
-        if told is None:
-            return Resolved(AT_FIRST_FORWARD, output, told_by="sizes")
-        return Resolved(told, output, told_by="plan")
-
-    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = first_tensor(module, args, kwargs)
-        x: Any = given
-        was_local = not isinstance(x, DTensor)
-        use_local = was_local if self.use_local_output is None else self.use_local_output
-        if was_local:
-            if self.surroundings.sees_heads(module, x, self.grid):
-                return run_locally(parameters_inside(module), forward, args, kwargs, self.grid)
-            declared = self.declared
-            if declared is None:
-                declared = self.grid.handed(x)
-            else:
-                check_handed(x, declared, module, self.grid)
-            if declared is not None and self._sees_shares(x, declared):
-                shares = self._shares_of(x, declared, use_local)
-                params = parameters_inside(module)
-                y = run_locally(params, forward, args, kwargs, self.grid, shares=shares)
-                alike = isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1]
-                return hand_out(y, said_of(x)) if alike else y
-            if declared is None:
-                self.surroundings.check_features(self.here, module, x, self.grid)
-                declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
-            as_given = self.wanted is None and self.grad_layouts is None
-            if as_given and self._takes_tokens(x, declared):
-                x = self.grid.without_stand_in(x, declared)
-                shape = self.grid.shape_of(x, declared)
-                y = self._locally(module, x, declared)
-                # Asked for before the module ran, so that the answer came meanwhile.
-                sizes = shape()[:-1]
-                self._compare(module, given, declared)
-                if use_local:
-                    return self.grid.with_stand_in(y, declared, sizes, given=given)
-                return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
-            if normalize(declared, x.ndim) == _WHOLE and not self._holds_styles(module):
-                self._compare(module, given, declared)
-                params = parameters_inside(module)
-                y = run_locally(params, forward, args, kwargs, self.grid, shares=(False, False))
-                if isinstance(y, Tensor) and not isinstance(y, DTensor):
-                    return self._hand_on(to_dtensor(y, _WHOLE, self.grid, y.shape), given, None)
-                return y
-            x = to_dtensor(x, declared, self.grid)
-            self._compare(module, given, declared)
-        elif x.device_mesh != self.grid.mesh:
-            layout = self.grid.layout(x, self.row_dim)
-            x = to_dtensor(x.to_local(), layout, self.grid)
-        if self.enforce_input and self.declared is not None:
-            placements = self.grid.placements(normalize(self.declared, x.ndim))
-            if tuple(x.placements) != tuple(placements):
-                x = x.redistribute(placements=placements)
-        layout = self.grid.layout(x, self.row_dim)
-        if isinstance(module, nn.RMSNorm) and not self._takes_tokens(x, layout):
-            raise ValueError(
-                f"{self.here} was given a DTensor of shape {tuple(x.shape)} placed {layout}, whose "
-                f"features are split: use torch_tp2d.Norm2D for a norm of split features"
-            )
-        if self._takes_tokens(x, layout):
-            y = self._locally(module, x.to_local(), layout)
-            y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
-        elif runs_alone(module):
-            y = run_on_samples(module, forward, args, kwargs, given, x, self.grid)
-        else:
-            self.installed(module)
-
-            def prepared(value: Any) -> Any:
-                return x if value is given else self._alike(value, given, x)
-
-            args, kwargs = tuple(map(prepared, args)), {k: prepared(v) for k, v in kwargs.items()}
-            y = run_mixing(module, forward, args, kwargs, x, self.grid)
-        if type(y) is tuple:
-            return tuple(self._handed_on(one, given, x, layout) for one in y)
-        return self._handed_on(y, given, x, layout)
-
-    def _handed_on(self, y: Any, given: Tensor, x: DTensor, layout: Layout) -> Any:
-        """An output, of the tokens of the input ``x`` in its layout."""
-        if not isinstance(y, DTensor):
-            return y
-        # DTensor replicates where a dim is too short for the mesh.
-        alike = y.shape == x.shape or (
-            y.shape[:-1] == x.shape[:-1] and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
-        )
-        return self._hand_on(y, given, layout if alike else None)
-
-    def _hand_on(self, y: DTensor, given: Tensor, layout: Layout | None) -> Tensor:
-        """The output as it was asked for, else in ``layout``, else as it is."""
-        was_local = not isinstance(given, DTensor)
-        use_local = was_local if self.use_local_output is None else self.use_local_output
-        wanted = layout if self.wanted is None else self.wanted
-        if wanted is not None:
-            target = self.grid.placements(normalize(wanted, y.ndim))
-            if tuple(y.placements) != target:
-                y = y.redistribute(placements=target)
-        if not use_local:
-            return y
-        layout = self.grid.layout(y, self.row_dim)
-        shares = self._output_shares(given, layout)
-        row, col = (
-            dt.Partial() if share else placement
-            for share, placement in zip(shares, layout, strict=True)
-        )
-        grads = self.grid.placements((row, col)) if any(shares) else None
-        local = y.to_local(grad_placements=grads)
-        return self.grid.with_stand_in(
-            local, layout, self.grid.sizes_of(y), given=given, shares=shares
-        )
-
-    @staticmethod
-    def _holds_styles(module: nn.Module) -> bool:
-        """Whether something inside, as a dropout, goes by the layout of what it is given."""
-        return any("_tp2d" in m.__dict__ for m in module.modules() if m is not module)
-
-    def _sees_shares(self, x: Tensor, layout: Layout) -> bool:
-        """Whether gradients of a whole ``x`` are shares, and so are those of the parameters."""
-        return any(self.grid.shares(x)) and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
-
-    def _shares_of(self, x: Tensor, layout: Layout, use_local: bool) -> tuple[bool, bool]:
-        """Along row and col, whether gradients of the parameters are shares, as those of ``x`` are.
-
-        Raises:
-            ValueError: if something else is asked for than the like of ``x``.
-        """
-        shares = self.grid.shares(x)
-        wanted = layout if self.wanted is None else self.wanted
-        grads = layout if self.grad_layouts is None else self.grad_layouts
-        as_given = use_local and normalize(wanted, x.ndim) == normalize(layout, x.ndim)
-        both = list(zip((self.grid.row, self.grid.col), shares, grads, strict=True))
-        if not as_given or any(p.is_partial() and a.size > 1 and not s for a, s, p in both):
-            along = [axis.name for axis, share, _ in both if share]
-            raise ValueError(
-                f"{self.here} is given a local tensor of shape {tuple(x.shape)} in layout {layout} "
-                f"whose gradient is a share of each rank's along {along}, as that of keys which do "
-                f"not divide by the columns is: it can only hand on a local tensor in the same "
-                f"layout with such a gradient, so leave out output_layouts, grad_layouts and "
-                f"use_local_output"
-            )
-        row, col = (
-            share or isinstance(placement, Shard)
-            for share, placement in zip(shares, layout, strict=True)
-        )
-        return row, col
-
-    def _output_shares(self, given: Tensor, layout: Layout) -> tuple[bool, bool]:
-        """Along row and col, whether the gradient of a whole local output is a share."""
-        grads = self.grad_layouts
-        if grads is None and not given.is_floating_point():
-            # Ids: what is whole on every row is added to each row's own tokens, as positions are.
-            grads = dt.Partial(), dt.Replicate()
-        row, col = (
-            isinstance(have, dt.Replicate) and want.is_partial()
-            for have, want in zip(layout, layout if grads is None else grads, strict=True)
-        )
-        return row, col
-
-    def _compare(self, module: nn.Module, x: Tensor, declared: Layout) -> None:
-        ids = not x.is_floating_point()
-        compare_over_ranks(x, declared, module, self.grid, certain=self.certain, to_all=ids)
-
-    def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
-        """A further local tensor of the same tokens as ``x``, laid out alike."""
-        if isinstance(value, DTensor) or isinstance(given, DTensor):
-            return value
-        if not isinstance(value, Tensor) or value.shape[:-1] != given.shape[:-1]:
-            return value
-        layout = self.grid.layout(x, self.row_dim)
-        same = value.shape == given.shape
-        if Shard(x.ndim - 1) in normalize(layout, x.ndim) and not same:
-            # Of other widths its features may be whole.
-            return value
-        shape = x.shape if same else (*x.shape[:-1], value.shape[-1])
-        value = self.grid.without_stand_in(value, layout)
-        return to_dtensor(value, layout, self.grid, shape)
-
-    def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
-        """Whether the module takes tokens one by one, and each is whole where it lies."""
-        return self.locally is not None and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
-
-    def _locally(self, module: Any, x: Tensor, layout: Layout) -> Tensor:
-        """The module on a local shard: no DTensor dispatch."""
-        assert self.locally is not None
-        axes = [
-            axis
-            for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True)
-            if isinstance(placement, Shard) and axis.size > 1
-        ]
-        ready = prepare_parameters(module, self.prepare, self.grid.context)
-        params = SumGrads.apply(axes, self.grid.context, ready.weight, ready.bias)
-        return self.locally(module, x, *params)
-
-    def prepare(self, module: nn.Module) -> Prepared:
-        """Take up the parameters."""
-        return Prepared(
-            *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
         )

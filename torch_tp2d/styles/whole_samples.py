@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import tree_map_only
+from .._torch_compat import forward_pre_hooks, tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout
 from .boundary import to_dtensor
@@ -47,6 +47,12 @@ _CONVOLUTIONS = frozenset(
 )
 _NOT_OF_DTENSORS = frozenset(
     ("batch_norm", "group_norm", "gru", "instance_norm", "lstm", "rnn_relu", "rnn_tanh")
+)
+
+_OF_SIZES = frozenset(("arange", "eye", "full", "linspace", "ones", "zeros"))
+_DRAWN = frozenset(
+    ("bernoulli", "bernoulli_", "dropout", "exponential_", "multinomial", "normal", "normal_")
+    + ("rand_like", "randint_like", "randn_like", "random_", "uniform_")
 )
 
 
@@ -131,7 +137,7 @@ def run_mixing(
     """Any other module, on DTensors: what is inside that mixes tokens is given whole samples."""
     if isinstance(module, nn.MultiheadAttention):
         return _attention_on_samples(module, forward, args, kwargs, x, grid)
-    with _WholeSamples(f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"):
+    with _OnDTensors(module, grid):
         return forward(*args, **kwargs)
 
 
@@ -186,7 +192,7 @@ def _attention_on_samples(
 
 def pass_by_nothing(module: nn.Module) -> None:
     """Keep TransformerEncoderLayer from passing by the modules in it, as it does without hooks."""
-    if isinstance(module, nn.MultiheadAttention) and not module._forward_pre_hooks:
+    if isinstance(module, nn.MultiheadAttention) and not forward_pre_hooks(module):
         module.register_forward_pre_hook(_goes_on)
 
 
@@ -257,39 +263,56 @@ def _placed(
     return value.to_local() if local else value
 
 
-class _WholeSamples(TorchFunctionMode):
-    """While it is entered, functions that mix the tokens of a DTensor are given whole samples.
+class _OnDTensors(TorchFunctionMode):
+    """While it is entered, functions of DTensors are given what DTensor wants.
 
-    Args:
-        here: the module that runs, for messages.
+    Those that mix tokens have whole samples, and beside a DTensor, which has the sizes of the whole
+    model, what is made of buffers and sizes alone is whole on every rank.
 
     Raises:
         ValueError: for a function that DTensor does not have, naming the module.
     """
 
-    def __init__(self, here: str) -> None:
+    def __init__(self, module: nn.Module, grid: Grid) -> None:
         super().__init__()
-        self._here = here
+        self._module, self._grid = module, grid
+        # With the tensors, lest another be given the number of one that is gone.
+        self._whole: dict[int, Tensor] = {id(x): x for x in module.buffers()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CONVOLUTIONS:
-            args, kwargs = _split_by(args, kwargs, 1)
-        elif func is F.scaled_dot_product_attention:
-            args, kwargs = _split_by(args, kwargs, 2)
-        elif getattr(func, "__name__", "") in _NOT_OF_DTENSORS and _any_dtensor(args, kwargs):
-            raise ValueError(
-                f"{self._here}: it calls {func.__name__}, which torch does not have for tensors "
-                f"that are split over a mesh. Name the module inside that calls it in the plan, "
-                f"with a Replicate() of its own"
-            )
-        return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, DTensor) for x in given):
+            if name in _NOT_OF_DTENSORS:
+                raise ValueError(
+                    f"{describe_module(self._module)} on mesh {describe_mesh(self._grid.mesh)}: it "
+                    f"calls {name}, which torch does not have for tensors that are split over a "
+                    f"mesh. Name the module inside that calls it in the plan, with a Replicate() "
+                    f"of its own"
+                )
+            if any(id(x) in self._whole for x in given):
+                args, kwargs = tree_map_only(Tensor, self._on_mesh, (args, kwargs))
+            if func in _CONVOLUTIONS:
+                args, kwargs = _split_by(args, kwargs, 1)
+            elif func is F.scaled_dot_product_attention:
+                args, kwargs = _split_by(args, kwargs, 2)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if name in _DRAWN:
+            for x in made:
+                self._whole.pop(id(x), None)
+        elif name in _OF_SIZES or (given and all(id(x) in self._whole for x in given)):
+            self._whole |= {id(x): x for x in made}
+        return out
 
-
-def _any_dtensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return any(isinstance(x, DTensor) for x in (*args, *kwargs.values()))
+    def _on_mesh(self, x: Tensor) -> Tensor:
+        if id(x) not in self._whole:
+            return x
+        return to_dtensor(x, (Replicate(), Replicate()), self._grid, x.shape)
 
 
 def _split_by(

@@ -16,7 +16,7 @@ from ...comm.groups import sends
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, normalize
 from ..base import GridStyle, Resolved, Runner
-from ..boundary import check_handed, gather_for_module, to_dtensor
+from ..boundary import check_handed, gather_for_module, reduce_partial, to_dtensor
 from ..compared_inputs import facts_of_all
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
@@ -171,15 +171,16 @@ class _Hook:
             normalize(layout, value.ndim) for layout in (given.have, given.want)
         )
         if isinstance(value, DTensor):
+            stays = given.have[0] == given.want[0]
+            stays &= not self.grid.layout(value, self.row_dim)[0].is_partial()
+            value = reduce_partial(value, but="sum")
             known = normalize(self.grid.layout(value, self.row_dim), value.ndim)
             if value.device_mesh != self.grid.mesh:
                 if given.is_same:
                     known = have_layout[0], known[1]
                 value = to_dtensor(value.to_local(), known, self.grid)
             # A DTensor knows where its tokens are, and they stay there.
-            want_layout = (
-                (known[0], want_layout[1]) if given.have[0] == given.want[0] else want_layout
-            )
+            want_layout = (known[0], want_layout[1]) if stays else want_layout
             have_layout = known
         elif given.is_same and have_layout == want_layout and use_local:
             return value

@@ -13,7 +13,7 @@ from ...mesh.layouts import Layout
 from ..base import GridStyle, Resolved, Runner
 from ..dropout import OTHER_KINDS, Dropout2D
 from ..module_kinds import describe_module
-from ..replicated import WholeRunner
+from ..whole_module import WholeRunner
 
 __all__ = ["LiftedSequence"]
 
