@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_compat import disable_current_modes, dtensor_of, local_tensor, spec_of, tree_leaves
+from .._torch_compat import (
+    TorchDispatchMode,
+    disable_current_modes,
+    dtensor_of,
+    local_tensor,
+    spec_of,
+    tree_leaves,
+)
 
 __all__ = ["ConstantsHaveValues", "Inputs", "copy_without_values", "sample_inputs"]
 
