@@ -85,6 +85,8 @@ class Mlp(_Brief):
     """The style of a residual that learns, a module of two tensors: unnamed, declared or local."""
     keyword: bool = False
     """Whether the residual that learns is called by keywords."""
+    pooled: str = ""
+    """Of DTensors: mean or sum over the tokens of a sample, by which a Linear gates the block."""
     dropout: str = ""
     """The style of dropout between up and down, and after down: unnamed or declared."""
     up: How = How()

@@ -65,6 +65,7 @@ def _mlp(draw: Any, stream: str) -> Mlp:
         beta=draw(_mostly("", "unnamed", "declared", "local")),
         mix=draw(_mostly("", "unnamed", "declared", "local")),
         keyword=draw(_bool),
+        pooled=draw(_mostly("", "mean", "sum")),
         dropout=draw(_mostly("", "unnamed", "declared")),
         up=draw(_how(_COLWISE)),
         down=draw(_how(_ROWWISE)),

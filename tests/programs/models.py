@@ -215,6 +215,8 @@ class BlockModule(nn.Module):
         self.drop = nn.Dropout(WholeDropout.p) if block.dropout and not self.cross else None
         self.norm = _norm(block.norm, hidden)
         self.residual = block.residual
+        self.pooled = getattr(block, "pooled", "")
+        self.squeeze = nn.Linear(hidden, hidden) if self.pooled else None
         self.body: nn.Module = (
             MlpBody(hidden, block, scalar)
             if isinstance(block, Mlp)
@@ -226,6 +228,9 @@ class BlockModule(nn.Module):
         y = self.body(y, memory) if self.cross else self.body(y)
         if self.drop is not None:
             y = self.drop(y)
+        if self.squeeze is not None and x.ndim == 3:
+            pooled = x.mean(1, keepdim=True) if self.pooled == "mean" else x.sum(1, keepdim=True)
+            y = y * torch.sigmoid(self.squeeze(pooled))
         if self.mix is not None:
             return self.mix(x=x, y=y) if self.keyword else self.mix(x, y)
         return x + y if self.residual else y
@@ -374,9 +379,13 @@ def settled(model: Model, fsdp: bool) -> Model:
                 # Of a module's own call, only Attention2D and our parallelize_module know.
                 ours = block.plan == "attention2d" and model.axes == "tp_col"
                 block = replace(block, dropout=ours and not block.fused)
-        elif model.hidden == 1 or block.inner == 1:
-            # DTensor cannot sum dims of size 1 into a scalar's gradient.
-            block = replace(block, beta="", mix="")
+        else:
+            if model.hidden == 1 or block.inner == 1:
+                # DTensor cannot sum dims of size 1 into a scalar's gradient.
+                block = replace(block, beta="", mix="")
+            if model.local or model.row_dim or model.axes != "tp_col":
+                # Of local tokens a rank has some; and one token is not split by rows.
+                block = replace(block, pooled="")
         blocks.append(block)
     head = model.head
     if head is not None and head.tied and model.apply == "torch":
@@ -535,6 +544,9 @@ class Plan:
             self._linear(f"{body}.down", block.down, between, after, block.down.local)
         else:
             self._linear(f"{body}.down", block.down, between, stream, local)
+        if block.pooled:
+            style = "replicate" if block.up.style == "local" else block.up.style
+            self._linear(f"{name}.squeeze", replace(block.up, style=style), "whole", "whole", False)
         if block.mix and block.residual:
             of_stream = stream in ("whole", "tokens") and (stream == "whole" or model.embed)
             self._vectors(f"{name}.mix", block.mix if of_stream else "declared", stream, local)
