@@ -140,8 +140,8 @@ class _Efficient:
         )
         # Padding beyond the last query must contribute nothing: exp(score - inf) is 0.
         log = F.pad(log, (0, -log.shape[-1] % _LOG_ROWS), value=torch.inf).contiguous()
-        # The random state of dropout, which is not used: on the CPU, where the kernel itself puts
-        # it outside of a graph.
+        # The random state of dropout, which is not used. It is on the CPU, as the forward kernel
+        # returns it unless a graph is captured.
         seed = offset = torch.zeros((), dtype=torch.int64)
         query_grad, key_grad, value_grad, _ = efficient_attention_backward(
             *(grad, query, key, value, _padded(block.bias), out, log, seed, offset),
