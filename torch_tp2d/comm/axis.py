@@ -64,7 +64,7 @@ _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
 
 
 def link_of(group: dist.ProcessGroup) -> Link:
-    """The link that all axes on a process group share."""
+    """The one link of all axes on a process group."""
     return _links.setdefault(group, Link())
 
 

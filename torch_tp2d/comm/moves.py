@@ -59,7 +59,7 @@ def _raw_move(
         case Shard(), Shard():
             return all_to_all(x, dst.dim, sizes[dst.dim], src.dim, sizes[src.dim], axis).wait()
         case Replicate(), Shard():
-            # A copy: a view would keep the whole tensor alive.
+            # A copy: a view would keep the entire tensor alive.
             start = sum(sizes[dst.dim][: axis.index])
             return x.narrow(dst.dim, start, sizes[dst.dim][axis.index]).clone(
                 memory_format=torch.contiguous_format

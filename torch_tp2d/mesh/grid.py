@@ -1,4 +1,4 @@
-"""The grid: a 2-D mesh as one rank sees it, and the token sizes that the styles on it share."""
+"""The grid: a 2-D mesh as one rank sees it, and the token sizes that its styles go by."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class Grid:
         known, tokens = self.tokens_of(x), x
         for axis in (self.row, self.col):
             dim = self._empty_here(known, x.ndim, layout, axis)
-            # On the column axis a stand-in comes from a style whose row axis that is, or is absent.
+            # Along the columns only a style that has these as its rows adds one: there may be none.
             if dim is not None and (axis is self.row or x.shape[dim] == 1):
                 tokens = tokens.narrow(dim, 0, 0)
         if tokens is x:

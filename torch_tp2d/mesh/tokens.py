@@ -20,8 +20,8 @@ class token_sizes:
     ids, provides them to all styles after it. In a model without one (a block or a pipeline stage
     by itself, or one whose inputs are embeddings) each style asks the other ranks instead, with a
     transfer and a wait in every call, or raises where it needs the sizes to tell a layout; and
-    nothing is chosen for ``dataflow`` and ``reshard_after_forward``. For ``[batch, sequence,
-    hidden]`` = ``[B, S, H]`` on an R x C grid:
+    ``dataflow`` and ``reshard_after_forward`` are not chosen by size. For
+    ``[batch, sequence, hidden]`` = ``[B, S, H]`` on an R x C grid:
 
     ==========================  =====================  ========
     local tensor                layout                 sizes

@@ -1,4 +1,4 @@
-"""The state that the modules on one mesh share while a step runs."""
+"""The state that the modules on one mesh have in common while a step runs."""
 
 from __future__ import annotations
 
