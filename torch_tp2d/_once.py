@@ -1,4 +1,4 @@
-"""``once_differentiable``, at no cost where no second derivative is asked for."""
+"""A ``once_differentiable`` that costs nothing where no second derivative is asked for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["once_differentiable"]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose results cannot be differentiated again; an attempt is torch's RuntimeError.
+    """Decorate a backward whose results cannot be differentiated; trying to raises RuntimeError.
 
-    torch's decorator enters ``no_grad`` in each backward, a fifth of what a small node takes, and
-    only a backward under ``create_graph=True`` runs with gradients enabled.
+    The error is torch's. Its decorator enters ``no_grad`` in each backward, which takes a fifth of
+    the time of a small node. It is only needed under ``create_graph=True``, where a backward runs
+    with gradients enabled.
     """
     refusing = torch_once_differentiable(backward)
 

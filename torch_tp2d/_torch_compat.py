@@ -1,9 +1,8 @@
-"""Every name of torch's that torch does not promise to keep, with what it is used for.
+"""Every private name of torch that the package uses, and what it is used for.
 
-The rest of the package imports these from here, under torch's name without the underscore wherever
-they are torch's as they stand. ``tests/arithmetic/test_torch_compat.py`` tries each of them, so
-that a release of torch that moves one is named by the test of that name, and allows no private name
-elsewhere.
+The rest of the package imports these from here, under torch's name without the underscore where
+they are torch's unchanged. ``tests/arithmetic/test_torch_compat.py`` has a test for each of them,
+whose name tells what a release of torch has moved, and allows no private names elsewhere.
 """
 
 from __future__ import annotations
@@ -103,59 +102,60 @@ __all__ = [
     "was_localized",
 ]
 
-# Tensor subclasses and modes. Torch documents the two of them that have no underscore of their own,
-# TorchDispatchMode and DisableTorchFunctionSubclass, under a private module.
+# Tensor subclasses and modes. The two without an underscore of their own, TorchDispatchMode and
+# DisableTorchFunctionSubclass, are documented by torch, but under a private module.
 
 make_wrapper_subclass = Tensor._make_wrapper_subclass
-"""Makes a tensor of a shape and no storage: a deferred one, or logits that are flat by name."""
+"""Makes a tensor that has a shape but no storage: a deferred one, or logits seen as flat."""
 
 disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
-"""As ``__torch_function__`` leaves a subclass to ``__torch_dispatch__`` alone."""
+"""As ``__torch_function__`` of a subclass it leaves everything to ``__torch_dispatch__``."""
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""A context in which a subclass's ``__torch_function__`` can call torch without meeting itself."""
+"""A context in which a subclass's ``__torch_function__`` can call torch without recursion."""
 
 AutoDispatchBelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
-"""A context that passes over autograd's kernels, which cost more than the collectives do."""
+"""A context that skips autograd's kernels, which take longer than the collectives themselves."""
 
-# disable_current_modes: what the ranks tell each other is not counted, traced or checkpointed.
+# disable_current_modes: data that ranks exchange about themselves is not counted, traced or
+# checkpointed.
 
 SELECTIVE_MODES = _CachingTorchDispatchMode, _CachedTorchDispatchMode
-"""The modes in which selective checkpointing runs a region, and runs it again."""
+"""The modes in which selective checkpointing runs a region, and recomputes it."""
 
 
 def dispatch_modes() -> Sequence[Any]:
-    """The dispatch modes that are entered: is a region of selective checkpointing among them?"""
+    """The active dispatch modes, among which may be a region of selective checkpointing."""
     return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
 
 
-# active_fake_mode: nothing travels while a model is traced with fake tensors.
+# active_fake_mode: nothing is transferred while a model is traced with fake tensors.
 
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func runs, which the styles refuse."""
+"""Whether a transform of torch.func is active, which the styles refuse."""
 
 
 def version(x: Tensor) -> int:
-    """How often a tensor was changed in place: whether what was made of it is still good."""
+    """How often a tensor was changed in place, to tell whether results from it are up to date."""
     return x._version
 
 
 def fake_mode() -> Any:
-    """The mode in which tensors have shapes and no values, those from outside it taken along."""
+    """The mode in which tensors have shapes but no values; it accepts real tensors as inputs."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException
-"""What operators raise in that mode whose result, or its shape, is a matter of values."""
+"""What operators raise in that mode if their result, or its shape, depends on values."""
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """What an operator multiplies and adds, by torch's own formulas; 0 for those without one."""
+    """An operator's floating-point operations by torch's formulas; 0 for those without one."""
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
     packet = op._overloadpacket
     if op.namespace == "symm_mem":
-        # Products of the whole that is gathered, or of what is summed after.
+        # Products of the gathered tensor, or those that are reduced afterwards.
         whole, weights = (out[0], args[1]) if isinstance(out, tuple) else (args[0], [args[1]])
         return 2 * int(whole.numel()) * sum(int(weight.shape[-1]) for weight in weights)
     if packet in flop_registry:
@@ -163,61 +163,61 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet is flash_attention_for_cpu:
         return int(sdpa_flop_count(*(x.shape for x in args[:3])))
     if packet is flash_attention_for_cpu_backward:
-        # Scores again, and four products for the gradients, for two in forward.
+        # Five products, the scores and four for the gradients, where forward has two.
         return int(sdpa_flop_count(*(x.shape for x in args[1:4])) * 5 // 2)
     return 0
 
 
 def is_mutable(op: Any) -> bool:
-    """Whether an operator writes into an argument: not into a tensor that others share."""
+    """Whether an operator writes into an argument, which then must not be one that others use."""
     return bool(op._schema.is_mutable)
 
 
 disable_dynamo = torch._disable_dynamo
-"""``torch.compiler.disable``, without importing Dynamo, which takes a second and patches torch."""
+"""``torch.compiler.disable`` without importing Dynamo, which takes a second and patches torch."""
 
 # Autograd's engine
 
 current_graph_task_id = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread, -1 outside: what is under way is by it."""
+"""The number of the backward that runs in this thread, the key of its state; -1 outside of one."""
 
 
 def nodes_made() -> int:
-    """How many nodes autograd has made in this thread: those of a module are numbered in a row."""
+    """How many nodes autograd has made in this thread. A module's have consecutive numbers."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
 def number_of_node() -> int | None:
-    """Which of them is the one whose backward runs; None outside of backward."""
+    """The number, among :func:`nodes_made`, of the node whose backward runs; None outside."""
     node = current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
 
 current_autograd_node: Any = torch._C._current_autograd_node
-"""The node whose backward runs: which layer a collective is for, in debug mode."""
+"""The node whose backward runs, by which debug mode tells the layer of a collective."""
 
 
 def adds_to_grad(x: Tensor) -> bool:
-    """Whether the backward that runs adds to the ``.grad`` behind a tensor that requires one.
+    """Whether the running backward adds to the ``.grad`` of a tensor, or of those it is made of.
 
-    That of torch.autograd.grad does not.
+    The backward of torch.autograd.grad does not.
     """
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(x).node))
     except RuntimeError:
-        # Raised of a leaf whose gradient is what torch.autograd.grad is asked for.
+        # Raised for a leaf whose gradient torch.autograd.grad is asked for.
         return False
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have the backward that runs call this when it is over: what it started is awaited then."""
+    """Have the running backward call this at its end, to await what it has started."""
     Variable._execution_engine.queue_callback(call)
 
 
 def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:
-    """Whether a parameter has a post-accumulate hook, which then is set anew.
+    """Whether a parameter has this post-accumulate hook; if so its hooks are set anew.
 
-    ``to_empty()`` puts another tensor under a parameter, and hooks fire where they were set.
+    ``to_empty()`` swaps the tensor of a parameter, but hooks fire only on the one they were set on.
     """
     hooks = param._post_accumulate_grad_hooks
     if not hooks or hook not in hooks.values():
@@ -226,16 +226,16 @@ def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:
     return True
 
 
-# Operators. flex_attention_op is what an Intercept looks for: a mask that fits the grid's shards.
+# Operators. An Intercept looks for flex_attention_op, to give it a mask for the grid's shards.
 
 c10d_functional: Any = torch.ops._c10d_functional
-"""The collectives that can be traced."""
+"""The functional collectives, which can be traced."""
 
 
 def collective_of(op: Any) -> str:
-    """``all_reduce`` of the functional collective's operator; ``""`` for what sends nothing.
+    """The name of a functional collective, such as ``all_reduce``; ``""`` for other operators.
 
-    And ``fused_all_gather_matmul`` of an operator that sends and multiplies.
+    Operators that transfer and multiply are included, such as ``fused_all_gather_matmul``.
     """
     if op.namespace == "symm_mem":
         return str(op._opname)
@@ -245,7 +245,7 @@ def collective_of(op: Any) -> str:
 
 
 def c10d_collective_of(op: Any) -> str:
-    """``allgather_base`` for one that is not functional, as FSDP2's are not; else ``""``."""
+    """The name of a c10d collective, as FSDP2 uses, such as ``allgather_base``; else ``""``."""
     return str(op._opname).strip("_") if op.namespace == "c10d" else ""
 
 
@@ -257,15 +257,15 @@ flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-"""Attention to one block of keys, with the logarithms by which blocks are merged."""
+"""Attention to one block of keys, whose lse is needed to merge blocks."""
 
 
 def fused_all_gather_matmul(
     shard: Tensor, weights: list[Tensor], dim: int, group: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """The whole of a tensor that an axis splits in ``dim``, and its products.
+    """Gather a tensor that is sharded in ``dim``, and multiply it by each of ``weights``.
 
-    By torch's operator in symmetric memory, which is not the library's before it is imported.
+    By torch's operator in symmetric memory, which is registered by the import below.
     """
     import torch.distributed._symmetric_memory  # noqa: F401
 
@@ -277,7 +277,7 @@ def fused_all_gather_matmul(
 def fused_matmul_reduce_scatter(
     x: Tensor, weight: Tensor, reduce_op: str, dim: int, group: str
 ) -> Tensor:
-    """A product summed over a group, of which this rank keeps its shard of ``dim``."""
+    """A product reduce-scattered over a group: this rank gets its shard of the sum in ``dim``."""
     import torch.distributed._symmetric_memory  # noqa: F401
 
     op = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
@@ -286,7 +286,7 @@ def fused_matmul_reduce_scatter(
 
 
 def fuses_products(device_type: str) -> bool:
-    """Whether torch has the two for a type of device, or somebody has registered them."""
+    """Whether the two fused operators are registered for a device type, by torch or otherwise."""
     import torch.distributed._symmetric_memory  # noqa: F401
 
     key = torch._C._dispatch_key_for_device(device_type)
@@ -294,18 +294,18 @@ def fuses_products(device_type: str) -> bool:
 
 
 safe_softmax: Any = torch.ops.aten._safe_softmax
-"""Zeros where nothing is seen, as ``scaled_dot_product_attention`` has it."""
+"""Softmax with zeros for rows of ``-inf`` only, as in ``scaled_dot_product_attention``."""
 
-# Meshes and process groups. set_timeout: torch leaves those of a mesh at the default.
+# Meshes and process groups. set_timeout: torch gives a mesh's groups the default timeout.
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one is a slice of: all slices share what is known of a step."""
+    """The mesh that this one is a slice of: all slices of it have one :class:`Context`."""
     return mesh._get_root_mesh()
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the surrounding ``with mesh:``, as for torch's own ``parallelize_module``."""
+    """The mesh of the surrounding ``with mesh:``, as torch's ``parallelize_module`` takes it."""
     return _mesh_resources.get_current_mesh()
 
 
@@ -314,20 +314,20 @@ _first_fake_rank = itertools.count(1 << 16)
 
 @contextmanager
 def fake_world(ranks: int, rank: int) -> Iterator[int]:
-    """A default process group in which nothing travels, whatever group the process has.
+    """A default process group that transfers nothing, whatever group the process has.
 
-    torch keeps its groups in one object, which is exchanged for the while, and in a registry of
-    names, to which those of the fake groups are added and from which they are taken again.
+    torch keeps its groups in one object, which is replaced meanwhile, and in a registry of names,
+    from which the fake groups' names are removed at the end.
 
-    Its ranks begin at a number that no other mesh of the process begins at: DTensor remembers the
-    meshes that it has seen, and takes one for another of the same ranks.
+    The ranks begin at a number at which no other mesh of the process begins: DTensor caches the
+    meshes that it has seen, and would take this one for another of the same ranks.
 
     Args:
-        ranks: how many, as far as a mesh goes.
-        rank: the one of them that this process plays.
+        ranks: the number of ranks of the mesh.
+        rank: which of them this process is.
 
     Yields:
-        The number of the first of them.
+        The number of the first rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -342,7 +342,7 @@ def fake_world(ranks: int, rank: int) -> Iterator[int]:
         tags_to_pg={},
         pg_coalesce_state={},
         comms=[],
-        # Names that torch gives to no group of the process' own.
+        # So that names differ from those of the process's own groups.
         group_count=1 << 30,
     )
     c10d._world = here
@@ -359,30 +359,30 @@ def fake_world(ranks: int, rank: int) -> Iterator[int]:
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """The group of a name, by which the functional collectives know it."""
+    """The process group of a name, by which the functional collectives refer to it."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What sends a device's tensors for a group: gloo's own object, say. None if nothing does."""
+    """The backend of a group for a device, such as a ProcessGroupGloo; None if there is none."""
     if torch.device(device.type) not in group._device_types:
         return None
     return group._get_backend(device)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long a group's transfers may take; None for a backend that does not say."""
+    """The timeout of a group's transfers; None for a backend that has no such option."""
     options = getattr(backend_of(group, device), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def default_timeout(group: dist.ProcessGroup) -> timedelta:
-    """What a group of this kind has if nobody gave it a timeout."""
+    """The timeout of a group of this backend that was given none."""
     return _get_default_timeout(dist.get_backend(group))
 
 
 def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:
-    """Options of a gloo group with a number of worker threads, which torch sets to two."""
+    """Options of a gloo group with ``threads`` worker threads, where torch's groups have two."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(devices)
     options._threads = threads
@@ -390,25 +390,25 @@ def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> An
     return options
 
 
-# DTensor. A StridedShard is what flattening a sequence that does not divide leaves in placements.
+# DTensor. StridedShard: the placement that DTensor gives a flattened sequence of uneven shards.
 
 
 def local_tensor(x: Any) -> Any:
-    """A DTensor's shard itself, without the autograd node of ``to_local()``; others are their own.
+    """A DTensor's local shard, without the autograd node of ``to_local()``; other tensors as is.
 
-    Told by the attribute, as FSDP2 has parameters of classes of its own.
+    Recognised by the attribute, since FSDP2 has parameter classes of its own.
     """
     return getattr(x, "_local_tensor", x)
 
 
 def spec_of(x: Any) -> Any:
-    """Where a DTensor lies and what it is a part of; None for other tensors."""
+    """A DTensor's spec: its mesh, placements and global shape; None for other tensors."""
     return getattr(x, "_spec", None)
 
 
 def dtensor_of(local: Tensor, spec: Any) -> DTensor:
-    """A shard as a DTensor, without the checks of ``from_local`` that outlast a small product."""
-    # A spec of its own: torch changes them in place.
+    """A shard as a DTensor, without ``from_local``'s checks, which take longer than a product."""
+    # A copy of the spec, as torch changes specs in place.
     own = object.__new__(type(spec))
     own.__dict__.update(spec.__dict__)
     return DTensor(local, own, requires_grad=False)
@@ -418,22 +418,22 @@ def dtensor_of(local: Tensor, spec: Any) -> DTensor:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name, None among them, found without a search."""
+    """A module's own parameters by name, including those that are None."""
     return module._parameters
 
 
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children by name, with those that are None: pruned for a pipeline stage."""
+    """A module's children by name, including those that are None, pruned for pipeline stages."""
     return module._modules
 
 
 def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """What runs before a module: a user's may change parameters, ours is taken off a copy."""
+    """Hooks before a module's forward: a user's may change parameters, ours leave a copy's."""
     return module._forward_pre_hooks
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """What runs after a module: a user's may change parameters."""
+    """Hooks after a module's forward: a user's may change parameters."""
     return module._forward_hooks
 
 
@@ -441,17 +441,17 @@ REPLICATE = "torch.distributed._composable.replicate"
 
 
 def has_replicate(module: nn.Module) -> bool:
-    """Whether the composable ``replicate`` has a module's gradients averaged."""
+    """Whether the composable ``replicate`` averages a module's gradients."""
     states = module.__dict__.get(STATE_KEY, {}).values()
     return any(type(state).__module__ == REPLICATE for state in states)
 
 
 def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP2 shards parameters of the module's own: it follows what is loaded there."""
+    """Whether FSDP2 shards a module's own parameters, and so follows a ``load_state_dict``."""
     hooks = module._load_state_dict_post_hooks.values()
     return any(hook.__module__.startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
 def was_localized(param: Any) -> bool:
-    """Whether DistributedDataParallel, given a ``device_mesh``, made a DTensor plain."""
+    """Whether DistributedDataParallel, with a ``device_mesh``, made a DTensor parameter plain."""
     return hasattr(param, "_st_info")

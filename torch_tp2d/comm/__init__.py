@@ -1,8 +1,8 @@
-"""The few collectives that everything uses, along one axis of the grid.
+"""The collectives that everything else is built on, along one axis of the grid.
 
 They work on plain local tensors, trace under ``torch.compile`` and can be counted
 (:class:`torch_tp2d.CommCounter`). :mod:`~torch_tp2d.comm.transfers` has those that start a transfer
-and hand it on, :mod:`~torch_tp2d.comm.moves` the differentiable ones.
+and return it as a :class:`Pending`, :mod:`~torch_tp2d.comm.moves` the differentiable ones.
 """
 
 from .axis import (

@@ -1,6 +1,7 @@
-"""One axis of the grid, and how what travels along it is cut.
+"""One axis of the grid, and how transfers along it are split into pieces.
 
-Where its transport cuts, what travels both ways is sent in pieces of :data:`PIECE_BYTES`.
+Where its transport asks for that, transfers that go both ways between two ranks are sent in pieces
+of :data:`PIECE_BYTES`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ __all__ = [
 ]
 
 PIECE_BYTES = 192 * 1024
-"""What is cut is sent in pieces of about this size, one after another.
+"""Large transfers are sent in pieces of about this size, one after another.
 
-On gloo 4 MB to and fro between two ranks, whole, took 2.0 times bytes/rate; in 8 pieces 1.09, in
-16 1.02. At 200 Mbit/s steps were shorter than with 128, 256 and 384 KB.
+On gloo, 4 MB both ways between two ranks took 2.0 times bytes/rate in one piece, 1.09 times in 8
+pieces and 1.02 times in 16. At 200 Mbit/s steps were shorter than with 128, 256 and 384 KB.
 """
 
 FAST_PIECE_BYTES = 512 * 1024
@@ -45,10 +46,10 @@ At 1 Gbit/s steps were shorter than with 192 and 256 KB by 6 %, and than with 38
 """
 
 FAST = 50e6
-"""From how many bytes a second a link is fast: 400 Mbit/s."""
+"""A link of at least this many bytes a second counts as fast: 400 Mbit/s."""
 
 ROUND_SECONDS = 0.3e-3
-"""What one round of the pipelined algorithm costs a rank beside its product, on gloo."""
+"""The overhead of one round of the pipelined algorithm, beside its product, on gloo."""
 
 
 @dataclass
@@ -59,18 +60,18 @@ class Link:
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
-"""By the group itself: its name comes again when all groups are destroyed and made anew."""
+"""Keyed by the group itself: names are reused when all groups are destroyed and made anew."""
 
 
 def link_of(group: dist.ProcessGroup) -> Link:
-    """The one that all axes on a process group share."""
+    """The one link of all axes on a process group."""
     return _links.setdefault(group, Link())
 
 
 def set_link_rate(rate: float, axis: Axis) -> None:
     """Note the rate, in bytes a second, at which the ranks of an axis send to one another.
 
-    All ranks of the axis have to note the same: transfers are cut by it.
+    All ranks of the axis have to note the same rate: it decides how transfers are split.
     """
     if rate >= FAST:
         axis.link.fast = True
@@ -81,8 +82,8 @@ class Axis:
     """One axis of the grid as a rank sees it: the ranks that differ only in its index.
 
     ``parts`` is ``(size,)``, or the sizes of the mesh axes that were flattened into this one.
-    ``fuses`` is whether what is gathered or summed along it beside a product is left to one
-    operator with the product (:mod:`torch_tp2d.ops.matmul.fused`).
+    ``fuses`` says whether a gather or a sum along it beside a product is done by one operator
+    together with the product (:mod:`torch_tp2d.ops.matmul.fused`).
     """
 
     name: str
@@ -99,7 +100,7 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dim: int) -> Axis:
-        """A mesh's own. To be asked for by all its ranks together."""
+        """The axis of a mesh dim. Collective: all ranks of the mesh call it together."""
         group, transport = mesh.get_group(dim), transport_of(mesh)
         if transport.own_groups is not None and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
@@ -110,7 +111,7 @@ class Axis:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group itself, of which ``group`` is the name."""
+        """The process group whose name ``group`` is."""
         return resolve_process_group(self.group)
 
     def split(self, extent: int) -> tuple[int, ...]:
@@ -118,13 +119,14 @@ class Axis:
         return nested_chunk_sizes(extent, self.parts)
 
     def fuses_shards(self, sizes: Sequence[int]) -> bool:
-        """Whether shards of these sizes are for such an operator, which takes them alike."""
+        """Whether a fused operator moves shards of these sizes: it takes only equal ones."""
         return self.fuses and self._alike(sizes)
 
     def moves_evenly(self, sizes: Sequence[int]) -> bool:
-        """Whether shards of these sizes go as torch's own collectives send them.
+        """Whether shards of these sizes are moved by the very steps that torch's collectives take.
 
-        In a graph, where they are neither cut nor padded: what Inductor knows is what torch writes.
+        They are in a compiled graph, if they are neither split into pieces nor padded: Inductor
+        recognises only the steps that torch writes.
         """
         plain = not self.transport.cuts and torch.compiler.is_compiling()
         return plain and self._alike(sizes)
@@ -133,7 +135,7 @@ class Axis:
         return self.size > 1 and sizes[0] > 0 and len(set(sizes)) == 1
 
     def pieces(self, elements: int, dtype: torch.dtype) -> int:
-        """Into how many pieces a transfer of ``elements`` to one peer is cut."""
+        """Into how many pieces a transfer of ``elements`` to one peer is split."""
         if not self.transport.cuts:
             return 1
         largest = FAST_PIECE_BYTES if self.link.fast else PIECE_BYTES
@@ -141,20 +143,20 @@ class Axis:
 
     @property
     def own_apart(self) -> bool:
-        """Whether what a rank has of a gather, or keeps of a sum, is computed while the rest moves.
+        """Whether a rank handles its own shard, or its own term of a sum, while the rest moves.
 
-        Not in a graph, which might drop a transfer that brings nothing to its own rank while the
-        others wait for what it sends.
+        Not in a compiled graph, which might drop a transfer that brings nothing to its own rank
+        while the others wait for what it sends.
         """
         return not torch.compiler.is_compiling()
 
     def rounds(
         self, sizes: Sequence[int], width: int, dtype: torch.dtype
     ) -> list[tuple[int, tuple[int, ...]]]:
-        """Cut shards of ``sizes`` rows of ``width`` elements into what is sent at a time.
+        """Split shards of ``sizes`` rows of ``width`` elements into rounds, sent one by one.
 
-        Every rank has a part in every round, unless there is only one: a compiled graph drops a
-        transfer of whose result its rank makes nothing, and the others would wait for it.
+        Every rank has rows in every round, unless there is only one round: a compiled graph drops
+        a transfer whose result its rank does not use, and the other ranks would wait for it.
 
         Returns:
             ``(start, counts)`` for each round: rank ``r`` sends its rows from ``start`` on,
@@ -170,11 +172,11 @@ class Axis:
 
 
 def without_own(counts: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    """A count for each rank, 0 for this one."""
+    """``counts`` with 0 for this rank."""
     return (*counts[: axis.index], 0, *counts[axis.index + 1 :])
 
 
 def only_own(counts: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    """This rank's count, 0 for each other."""
+    """``counts`` with 0 for every other rank."""
     after = axis.size - axis.index - 1
     return (0,) * axis.index + (counts[axis.index],) + (0,) * after

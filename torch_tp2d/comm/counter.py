@@ -1,4 +1,4 @@
-"""Counting collectives and bytes, ours and anybody's."""
+"""Counting collectives and their bytes, those of this library and of any other code."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ def _dispatches(kind: type) -> bool:
 
 
 class AxisNames:
-    """What the axes of a mesh are called, by their process groups.
+    """The names of a mesh's axes, by their process groups.
 
-    By the groups' ranks: on gloo our collectives run on groups other than the mesh's.
+    Groups are told by their ranks, since on gloo our collectives run on other groups than the
+    mesh's.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -72,7 +73,7 @@ class AxisNames:
         self._axes = {_ranks(mesh.get_group(dim)): name for dim, name in enumerate(names)}
 
     def of(self, group: ProcessGroup) -> str:
-        """``other`` where it is that of no axis."""
+        """The name of the group's axis; ``other`` if it belongs to none."""
         return self._axes.get(_ranks(group), "other")
 
 
@@ -106,7 +107,7 @@ class CommCounter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if active_fake_mode() is None and any(map(_dispatches, types)):
-            # A DTensor, say: what an operator of its own moves is seen when it is taken apart.
+            # Such as DTensor: the collectives that it makes of the operator are seen here later.
             return NotImplemented
         op = collective_of(func)
         if op:

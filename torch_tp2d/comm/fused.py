@@ -1,4 +1,4 @@
-"""The move that a fused projection needs: shards of the whole dealt out as shards of its parts."""
+"""The exchange for fused projections: from shards of the full dim to shards of its parts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["reshard_fused"]
 def reshard_fused(
     x: Tensor, dim: int, parts: Sequence[int], axis: Axis, *, back: bool = False
 ) -> Pending:
-    """Go from a shard of a dim that is made of parts to a shard of each of the parts.
+    """Go from a shard of a dim that consists of several parts to a shard of each part.
 
-    For q, k and v side by side, which need not be of one size: this rank's share of each, side by
-    side.
+    For q, k and v side by side in one weight, which need not be of one size, the result is this
+    rank's shards of q, of k and of v, side by side.
 
     Args:
         x: this rank's shard.
         parts: the sizes of the parts.
-        back: the way back.
+        back: go from the shards of the parts to the shard of the full dim instead.
     """
     if axis.size == 1:
         return Pending(x)
@@ -37,7 +37,7 @@ def reshard_fused(
     gives, gets = (there, here) if back else (here, there)
     rows = x.movedim(dim, 0)
     width = math.prod(rows.shape[1:])
-    # What lies here is of one part after the other, and of each for one rank after the other.
+    # x holds one part after another, and within each part the elements for one rank after another.
     pieces = iter(rows.split([of[part] for part in range(len(parts)) for of in gives]))
     to: list[list[Tensor]] = [[] for _ in ranks]
     for _ in parts:
@@ -59,7 +59,7 @@ def reshard_fused(
 
 
 def _common(parts: Sequence[int], axis: Axis, owner: int, taker: int) -> list[int]:
-    """Of each part, how much of what ``owner`` holds of the whole is ``taker``'s of that part."""
+    """For each part, how much of ``taker``'s shard of it lies in ``owner``'s shard of the dim."""
     wholes = [0, *accumulate(axis.split(sum(parts)))]
     found = []
     for start, stop in pairwise([0, *accumulate(parts)]):

@@ -1,17 +1,18 @@
 """The process groups that the axes of a grid send on.
 
-NCCL's are the mesh's own. On gloo each axis gets a group of its own, with one worker thread. A
-gloo group of torch's has two, and both write ``pgStatus_->lastCompletedWorkName`` without a lock
-(``ProcessGroupGloo::runLoop``, seen in torch 2.13): when two collectives of a group end at once
-the old name is freed twice, and the process dies of a corrupted heap some allocations later. It
-takes a name too long for the small-string buffer, which ``ALLGATHER_COALESCED`` and
-``ALLREDUCE_COALESCED``, those of the functional collectives, are. One worker also keeps a group's
+On NCCL they are the mesh's groups. On gloo each axis gets a group of its own, with one worker
+thread. A gloo group of torch's has two, and both write ``pgStatus_->lastCompletedWorkName`` without
+a lock (``ProcessGroupGloo::runLoop``, seen in torch 2.13): when two collectives of a group end at
+the same time the old name is freed twice, and the process dies of a corrupted heap some allocations
+later. That happens to names too long for the small-string buffer, such as those of the functional
+collectives, ``ALLGATHER_COALESCED`` and ``ALLREDUCE_COALESCED``. One worker also keeps a group's
 transfers in the order in which they were started.
 
 Importing this module registers such groups with torch.distributed as a backend of their own,
-``"gloo_in_order"``, since ``new_group`` makes none that no backend is registered for. No group uses
-it that was not asked to. Stock collectives on gloo are as exposed as ours would be:
-``init_process_group("gloo_in_order")`` gives every group of the process one worker.
+``"gloo_in_order"``, since ``new_group`` only makes groups of registered backends. No group uses it
+unless asked to. Stock collectives on gloo are exposed to the same bug;
+``init_process_group("gloo_in_order")`` protects them by giving every group of the process one
+worker.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ BACKEND = "gloo_in_order"
 
 
 def _devices() -> list[Any]:
-    """The interfaces that torch's own groups use."""
+    """The network devices that torch's own gloo groups use."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not names:
         return [dist.ProcessGroupGloo.create_default_device()]
@@ -68,9 +69,9 @@ if dist.is_available() and dist.is_gloo_available():
 def inherit_timeout(mesh: DeviceMesh) -> None:
     """Give the mesh's groups the timeout that ``init_process_group`` was given.
 
-    ``init_device_mesh`` leaves them torch's default (gloo's is half an hour), whatever the process
-    has: what DTensor sends on them, to place parameters say, would wait that long for a rank that
-    has failed. A mesh with a timeout of its own keeps it.
+    ``init_device_mesh`` gives them torch's default (half an hour on gloo) whatever the timeout of
+    the process: DTensor's transfers on them, such as those that place parameters, would wait that
+    long for a rank that has failed. A mesh with a timeout of its own keeps it.
     """
     world, device = dist.group.WORLD, torch.device(mesh.device_type)
     assert world is not None
@@ -82,16 +83,16 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
 
 
 def sends(mesh: DeviceMesh) -> bool:
-    """Whether the ranks of a mesh really hear of each other: not on a fake process group."""
+    """Whether the ranks of a mesh exchange data: not on a fake process group or fake tensors."""
     fake = dist.get_backend(mesh.get_group(0)) == "fake"
     return not fake and active_fake_mode() is None
 
 
 def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's ``facts``, of one dim and of the same length everywhere, one after the other.
+    """Concatenate every rank's ``facts``, a 1-dim tensor of the same length on every rank.
 
-    What the ranks tell each other about themselves: neither counted nor traced, nor watched in
-    debug mode, which is about the model's collectives.
+    For what the ranks tell each other about themselves. It is not counted, traced or watched in
+    debug mode, since those are about the model's collectives.
     """
     gather, wait = c10d_functional.all_gather_into_tensor, c10d_functional.wait_tensor
     with disable_current_modes(), torch.no_grad():
@@ -104,14 +105,14 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 
 
 def own_group(ranks: Sequence[int], device: str, backend: str | None) -> dist.ProcessGroup:
-    """A group of our own of these ranks, made when they first ask for it, all of them together.
+    """A group of our own of these ranks, made when all of them together first ask for it.
 
-    Kept as long as the world that it is a part of, rather than as long as a mesh: ranks collect
-    garbage at different times, and one that still has its group would not come to make another.
+    It is kept as long as the world group, rather than as long as a mesh: ranks collect garbage at
+    different times, and a rank that still has its group would not take part in making another.
 
     Args:
-        device: the type of the device on which lies what is sent.
-        backend: of the group; None is the one that the process has.
+        device: the type of the device that holds the tensors to be sent.
+        backend: the group's; None is that of the process.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -119,8 +120,8 @@ def own_group(ranks: Sequence[int], device: str, backend: str | None) -> dist.Pr
     key = backend, tuple(ranks)
     if key not in made:
         timeout = timeout_of(world, torch.device(device))
-        # Of a world that is bound to a device torch splits the communicator, and waits for every
-        # rank of it. The others do not come: a pipeline stage's, say, that needs no such group.
+        # If the world is bound to a device, torch splits its communicator and waits for all of its
+        # ranks. Those outside the group do not come, such as another pipeline stage's.
         bound, world.bound_device_id = world.bound_device_id, None
         try:
             made[key] = dist.new_group(

@@ -1,6 +1,7 @@
-"""Differentiable collectives: :func:`move` changes one axis of a tensor's layout.
+"""Differentiable collectives.
 
-:func:`reshard_fused_grad` takes a fused weight apart.
+:func:`move` changes a tensor's layout along one axis, :func:`reshard_fused_grad` goes from a shard
+of a fused weight to shards of its parts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["move", "reshard_fused_grad"]
 
 
 class _Move(torch.autograd.Function):
-    """One axis of a layout changes; see :func:`move` for the table of pairs."""
+    """Changes the layout along one axis; see :func:`move` for the table of pairs."""
 
     @staticmethod
     def forward(
@@ -58,7 +59,7 @@ def _raw_move(
         case Shard(), Shard():
             return all_to_all(x, dst.dim, sizes[dst.dim], src.dim, sizes[src.dim], axis).wait()
         case Replicate(), Shard():
-            # A copy: a view would keep the whole tensor alive.
+            # A copy: a view would keep the entire tensor alive.
             start = sum(sizes[dst.dim][: axis.index])
             return x.narrow(dst.dim, start, sizes[dst.dim][axis.index]).clone(
                 memory_format=torch.contiguous_format
@@ -98,8 +99,8 @@ def move(
 
     Args:
         sizes: for each sharded dim, every rank's extent in it.
-        partial_grad: what uses the result hands back only its own share of the gradient, so the
-            shares are summed over the axis; otherwise every rank hands back the whole gradient.
+        partial_grad: each rank's gradient of the result is partial, so these are summed over the
+            axis; otherwise every rank has the full gradient.
     """
     if axis.size == 1:
         return x
@@ -140,10 +141,7 @@ def _reshard_all(
 def reshard_fused_grad(
     weight: Tensor, dim: int, bias: Tensor | None, parts: Sequence[int], axis: Axis
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`reshard_fused` of a weight's ``dim`` and its bias, both at once.
-
-    Their gradients travel back.
-    """
+    """:func:`reshard_fused` of a weight's ``dim`` and of its bias, both at once, differentiably."""
     if axis.size == 1:
         return weight, bias
     return _ReshardFused.apply(parts, axis, weight, dim, bias, 0)

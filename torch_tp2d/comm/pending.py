@@ -1,6 +1,7 @@
-"""A transfer under way: what every collective of ours returns, and what it starts and awaits.
+"""A transfer under way, which every collective of this library returns.
 
-Importing this module registers one operator with torch, ``torch_tp2d::arrived``, for graphs.
+Importing this module registers an operator with torch, ``torch_tp2d::arrived``, for compiled
+graphs.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ __all__ = ["Pending", "Started"]
 Started = Sequence[partial[Tensor]]
 
 watch: Callable[[Started], Callable[[], AbstractContextManager[Any]]] | None = None
-"""In debug mode, is given what a transfer is about to start, and gives a context for it to run in.
+"""In debug mode: takes the pieces that a transfer is about to start, returns the context for them.
 
 Set by :mod:`torch_tp2d.debug`.
 """
 
 
 class Pending:
-    """A transfer under way. ``wait()`` returns the tensor; everything before it overlaps.
+    """A transfer under way. ``wait()`` returns the tensor; what runs before it overlaps.
 
-    A transfer is one or more pieces, each a function that starts a collective of its first
-    argument.
+    A transfer consists of one or more pieces, each a function that starts a collective on its first
+    argument. ``finish`` makes the result of what the pieces bring.
     """
 
     __slots__ = ("_around", "_finish", "_pieces", "_value", "_wires")
@@ -52,10 +53,10 @@ class Pending:
                 self._wires = [start() for start in pieces]
 
     def wait(self, *, if_used: bool = False) -> Tensor:
-        """The tensor, when it is there.
+        """Wait for the transfer and return its tensor.
 
         Args:
-            if_used: in a graph, wait only if something is made of it.
+            if_used: let a compiled graph drop the wait if nothing uses the tensor.
         """
         if self._finish is None:
             assert self._value is not None
@@ -73,8 +74,9 @@ class Pending:
 def _surroundings(pieces: Started) -> Callable[[], AbstractContextManager[Any]]:
     """The context for the ops of a transfer, entered when it starts and when it is awaited.
 
-    Nobody differentiates them (`move` does). Their autograd kernels are Python since torch 2.13,
-    and take longer than the ops themselves.
+    It skips the autograd kernels of these ops, which are Python since torch 2.13 and take longer
+    than the ops themselves. They are not needed, since :func:`~torch_tp2d.comm.move` has a backward
+    of its own.
     """
     if torch.compiler.is_compiling():
         return nullcontext
@@ -92,9 +94,9 @@ def _surroundings(pieces: Started) -> Callable[[], AbstractContextManager[Any]]:
 
 @torch.library.custom_op("torch_tp2d::arrived", mutates_args=())
 def _arrived(wire: Tensor, sent: Tensor) -> Tensor:
-    """``wait_tensor``, which a graph keeps even if nothing uses it, without that effect.
+    """``wait_tensor`` without the side effect that makes a graph keep it when nothing uses it.
 
-    What was sent is an argument for its memory not to be used again before.
+    ``sent`` is an argument so that its memory is not reused before the transfer has ended.
     """
     return _c10d.wait_tensor.default(wire).clone()
 

@@ -1,6 +1,7 @@
-"""Whole shards on their way, uncut: how activations travel beside products off gloo.
+"""Transfers of entire shards, in one piece: how activations move beside products, except on gloo.
 
-*Evenly* in a graph, in torch's own steps; else every rank's shard as it lies, in one buffer.
+The *evenly* functions are for compiled graphs, in the steps that torch's own collectives take; the
+others bring every rank's shard as it lies in memory, in one buffer.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ __all__ = ["gather_evenly", "gather_shards", "scatter_evenly", "scatter_shards"]
 
 
 def gather_evenly(x: Tensor, dim: int, axis: Axis) -> Pending:
-    """:func:`~torch_tp2d.comm.all_gather` of shards of one size, in the steps of torch's own.
+    """:func:`~torch_tp2d.comm.all_gather` of shards of one size, in the steps that torch takes.
 
-    By which Inductor's async tensor parallelism recognises what it can fuse with a product.
+    By these steps Inductor's async tensor parallelism recognises what it can fuse with a product.
     """
     start = partial(_c10d.all_gather_into_tensor.default, x.contiguous(), axis.size, axis.group)
 
@@ -33,20 +34,21 @@ def gather_evenly(x: Tensor, dim: int, axis: Axis) -> Pending:
 
 
 def scatter_evenly(x: Tensor, dim: int, axis: Axis) -> Pending:
-    """:func:`~torch_tp2d.comm.reduce_scatter` to shards of one size, as :func:`gather_evenly`."""
+    """:func:`~torch_tp2d.comm.reduce_scatter` to shards of one size, like :func:`gather_evenly`."""
     sent = (x if dim == 0 else torch.cat(x.chunk(axis.size, dim))).contiguous()
     start = partial(_c10d.reduce_scatter_tensor.default, sent, "sum", axis.size, axis.group)
     return Pending(None, [start], lambda wires: wires[0])
 
 
 def gather_shards(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending:
-    """Every rank's shard as it lies, in one buffer.
+    """Gather every rank's shard as it lies in memory, in one buffer.
 
     Args:
-        x: this rank's, ``sizes[axis.index]`` long in ``dim``.
+        x: this rank's shard, ``sizes[axis.index]`` long in ``dim``.
 
     Returns:
-        ``[ranks, *the longest shard]``; the others end somewhere before.
+        ``[ranks, *longest]`` with the shape of the longest shard; shorter ones are padded in
+        ``dim``.
     """
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
     if math.prod(shape) == 0:
@@ -63,10 +65,10 @@ def gather_shards(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pend
 
 
 def scatter_shards(x: Tensor, axis: Axis) -> Pending:
-    """The sum over the axis of what every rank has for this one.
+    """Sum over the axis what every rank holds for this one.
 
     Args:
-        x: ``[ranks, *shard]``, contiguous; not to be written into any more.
+        x: ``[ranks, *shard]``, contiguous; must not be written into afterwards.
 
     Returns:
         ``[*shard]``.

@@ -1,7 +1,7 @@
 """The raw collectives: each starts a transfer and returns a :class:`Pending`.
 
-What is computed before its ``wait()`` overlaps with it; the matmul algorithms are written with
-these. They take uneven shards, padded on the wire only.
+What is computed before its ``wait()`` overlaps with the transfer; the matmul algorithms are written
+with these. They take uneven shards, which are padded on the wire only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     if shard.shape[0] < longest:
         padding = shard.new_zeros(())
         if torch.compiler.is_compiling():
-            # Two gathers of nothing would be one node, on this rank alone.
+            # Depends on the shard: two gathers of empty shards would become one node, on this rank
+            # alone.
             padding = shard.sum(dtype=shard.dtype)
         padding = padding.expand(longest - shard.shape[0], *rest)
         shard = torch.cat([shard, padding])
@@ -87,12 +88,12 @@ def exchange(
     largest: int,
     finish: Callable[[list[list[Tensor]]], Tensor],
 ) -> Pending:
-    """All-to-all of one flat tensor, cut into pieces.
+    """All-to-all of one flat tensor, split into pieces.
 
     Args:
-        sends, receives: elements to and from each rank.
-        largest: the most that any two ranks of the axis exchange, the same on every rank.
-        finish: takes, for each piece, what came from each rank.
+        sends, receives: the number of elements to and from each rank.
+        largest: the most elements that any two ranks of the axis exchange, the same on every rank.
+        finish: takes, for each piece, what each rank sent.
     """
     count = axis.pieces(largest, flat.dtype)
     if count == 1:
@@ -128,7 +129,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
 
     Args:
         x: a partial sum, ``sum(sizes)`` long in ``dim``.
-        sizes: the extent in ``dim`` that each rank keeps.
+        sizes: every rank's extent in ``dim`` of the result.
     """
     if axis.size == 1:
         return Pending(x)
@@ -167,7 +168,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
 
 
 def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
-    """:func:`all_gather` along the first dim without this rank's own rows, and not cut.
+    """:func:`all_gather` along the first dim without this rank's own rows, in one piece.
 
     Args:
         x: this rank's rows, ``counts[axis.index]`` of them.
@@ -189,7 +190,7 @@ def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
 
 
 def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
-    """:func:`reduce_scatter` of the first dim without this rank's own term, and not cut.
+    """:func:`reduce_scatter` of the first dim without this rank's own term, in one piece.
 
     Args:
         x: this rank's terms of the others' sums, ``[sum(without_own(counts, axis)), ...]``.
@@ -214,7 +215,7 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Reduce over the axis (``"sum"`` or ``"max"``); every rank gets the whole result."""
+    """Reduce over the axis (``"sum"`` or ``"max"``); the result is replicated."""
     if axis.size == 1 or x.numel() == 0:
         return Pending(x)
     return Pending(None, [partial(_c10d.all_reduce.default, x.contiguous(), op, axis.group)], _only)
@@ -235,10 +236,11 @@ def all_to_all(
     """Go from a shard of ``cat_dim`` to a shard of ``split_dim``.
 
     Args:
-        x: whole in ``split_dim``, ``cat_sizes[axis.index]`` long in ``cat_dim``.
+        x: ``sum(split_sizes)`` long in ``split_dim``, ``cat_sizes[axis.index]`` in ``cat_dim``.
 
     Returns:
-        A tensor whole in ``cat_dim``, ``split_sizes[axis.index]`` long in ``split_dim``.
+        A tensor ``split_sizes[axis.index]`` long in ``split_dim``, ``sum(cat_sizes)`` in
+        ``cat_dim``.
     """
     if axis.size == 1:
         return Pending(x)
@@ -270,20 +272,20 @@ def all_to_all(
 def broadcast(
     x: Tensor, block: tuple[int, int, int] | None, shape: Sequence[int], src: int, axis: Axis
 ) -> Pending:
-    """Send a block of rank ``src``'s ``x`` to all the axis.
+    """Send a block of rank ``src``'s ``x`` to all ranks of the axis.
 
     Args:
-        x: on ``src``, what the block is cut from; elsewhere it gives dtype and device.
+        x: on ``src``, the tensor that contains the block; elsewhere it gives dtype and device.
         block: ``(dim, start, length)``, or None for all of ``x``.
-        shape: of the block.
+        shape: the block's.
     """
     if axis.index == src:
         sent = (x if block is None else x.narrow(*block)).contiguous()
         assert tuple(sent.shape) == tuple(shape)
     elif torch.compiler.is_compiling():
-        # Two broadcasts of one block are one node in the source's graph. They have to be one in
-        # the others' graphs too, or the ranks would run different numbers of collectives: hence
-        # a buffer that depends on the same tensor and block, not an empty one.
+        # Two broadcasts of one block become one node in the source's graph. They have to become one
+        # in the other ranks' graphs too, or the ranks would run different numbers of collectives:
+        # hence a buffer that depends on the same tensor and block, not an empty one.
         start = 0 if block is None else block[1]
         sent = (x.flatten()[:1].sum() + start).expand(shape).contiguous()
     else:

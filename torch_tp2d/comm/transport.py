@@ -1,7 +1,7 @@
-"""What gloo and NCCL want different, chosen once for each axis.
+"""How transfers differ between gloo and NCCL, chosen once for each axis.
 
-Everything above :mod:`torch_tp2d.comm` is the same on both: the same algorithms, weights gathered
-ahead, sums sent late.
+Everything above :mod:`torch_tp2d.comm` is the same on both: the algorithms, the prefetch of weights
+and the deferred sums.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ class Transport:
 
     Args:
         name: for messages.
-        own_groups: the backend of the process groups that axes get for themselves; None where they
-            send on the mesh's (:mod:`torch_tp2d.comm.groups`).
-        cuts: whether large transfers are cut in pieces, by the rate of the link
-            (:mod:`torch_tp2d.comm.axis`), with one round of ``pipelined`` for each, and what a rank
-            has itself is left off the wire; else they are whole shards, in one buffer.
-        exchanges_sums: whether a reduce-scatter is an exchange of shards and a sum of them here,
-            rather than the backend's own.
-        keeps_gathered: whether a Linear that is not told keeps a gathered weight for backward,
-            where that is no larger than its input; else it gathers it again, as FSDP2 does.
-        goes_by_rates: whether links are measured, for ``"auto"`` to choose algorithm and dataflow
-            by; else it is ``pipelined`` and the style's own dataflow.
+        own_groups: the backend of the process groups that axes get for themselves; None if they use
+            the mesh's (:mod:`torch_tp2d.comm.groups`).
+        cuts: whether large transfers are split into pieces, by the rate of the link
+            (:mod:`torch_tp2d.comm.axis`), with one round of ``pipelined`` for each, and a rank's
+            own data is left off the wire; else entire shards are sent, in one buffer.
+        exchanges_sums: whether a reduce-scatter is an exchange of shards, summed here, rather than
+            the backend's own.
+        keeps_gathered: whether a Linear without ``reshard_after_forward`` keeps its gathered weight
+            for backward where that is no larger than its input; else it gathers the weight a second
+            time, as FSDP2 does.
+        goes_by_rates: whether links are measured, for ``"auto"`` to choose the algorithm and the
+            dataflow by; else it chooses ``pipelined`` and the style's own dataflow.
     """
 
     name: str
@@ -48,11 +49,11 @@ class Transport:
 GLOO = Transport(
     "gloo",
     own_groups=BACKEND,
-    # A large message between two ranks that also send to each other takes twice its time.
+    # Two ranks that send each other large messages at once take twice the time of one message.
     cuts=True,
-    # gloo's own costs as much as an all-reduce (measured, see benchmarks).
+    # gloo's reduce-scatter costs as much as an all-reduce (measured, see benchmarks).
     exchanges_sums=True,
-    # Memory there is; that a second gather hides as well as the first was not seen.
+    # There is enough memory, and a second gather was not seen to overlap as well as the first.
     keeps_gathered=True,
     goes_by_rates=True,
 )
@@ -65,24 +66,24 @@ NCCL = Transport(
     keeps_gathered=False,
     goes_by_rates=False,
 )
-"""Of every other backend too: collectives as they are, on the mesh's groups, nothing measured.
+"""For every other backend too: its own collectives, on the mesh's groups, and no measurements.
 
-Transfers run on streams of the backend's. Each starts behind what the current stream was given
-before it, and what it reads and writes is referenced until that stream has waited for it
-(:class:`~torch_tp2d.comm.transfers.Pending`), so no memory is given away meanwhile.
+Transfers run on streams of the backend's. Each starts after what was queued on the current stream
+before it, and the tensors that it reads and writes are referenced until that stream has waited for
+it (:class:`~torch_tp2d.comm.transfers.Pending`), so that their memory is not reused meanwhile.
 """
 
 
 def transport_of(mesh: DeviceMesh) -> Transport:
     """The transport of a mesh's axes. Nothing else asks for the backend.
 
-    ``TP2D_TRANSPORT=nccl`` in the environment of every rank takes NCCL's on any backend, so that
-    the tests can go its ways on gloo processes (those of ``init_process_group("gloo_in_order")``,
-    see :mod:`torch_tp2d.comm.groups`). ``gloo`` is for fake groups, on which nothing travels:
-    :func:`torch_tp2d.describe` counts so what gloo would move.
+    ``TP2D_TRANSPORT=nccl`` in the environment of every rank chooses NCCL's on any backend, so that
+    the tests can run its code on gloo processes (those of ``init_process_group("gloo_in_order")``,
+    see :mod:`torch_tp2d.comm.groups`). ``gloo`` is for fake groups, which transfer nothing:
+    :func:`torch_tp2d.describe` uses it to count what gloo would move.
 
     Raises:
-        ValueError: if that variable says anything else, or ``gloo`` where something travels.
+        ValueError: if the variable has any other value, or is ``gloo`` on groups that are not fake.
     """
     asked = os.environ.get("TP2D_TRANSPORT", "")
     if asked not in ("", NCCL.name, GLOO.name):

@@ -1,8 +1,8 @@
-"""Sockets between the ranks of a group, on which they can tell who is missing.
+"""Sockets between the ranks of a group, by which they find out which rank is missing.
 
-A collective that fails says neither which rank it waited for nor why, and its group is of no use
-afterwards. Here a rank that gives up tells the others so, and what a rank sent before its process
-ended is still read.
+A collective that fails says neither which rank it waited for nor why, and its group cannot be used
+afterwards. On these sockets a rank that gives up tells the others so, and what a rank sent before
+its process ended can still be read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .groups import gather_facts
 __all__ = ["Message", "Wires", "name_ranks"]
 
 Message = dict[str, Any]
-"""What is sent: JSON."""
+"""A message, sent as JSON."""
 
 _LENGTH = struct.Struct("!I")
 _TOKEN_BYTES = 16
@@ -44,7 +44,7 @@ class _Peer:
         self._incoming, self._outgoing = bytearray(), bytearray()
 
     def put(self, data: bytes) -> None:
-        """Send, now or when the wire takes it."""
+        """Send now, or later if the socket does not take it yet."""
         self._outgoing += data
         self.send()
 
@@ -55,7 +55,7 @@ class _Peer:
         except BlockingIOError:
             pass
         except OSError:
-            # Its end may still have something to say: that it is closed is for the reader to find.
+            # The peer may have sent something before it closed: only receive() sets closed.
             self._outgoing.clear()
 
     def receive(self) -> None:
@@ -73,7 +73,7 @@ class _Peer:
         return bool(self._outgoing) and not self.closed
 
     def take(self) -> Message | None:
-        """The next message, if all of it is there."""
+        """The next message, if all of it has come."""
         if len(self._incoming) < _LENGTH.size:
             return None
         end = _LENGTH.size + _LENGTH.unpack_from(self._incoming)[0]
@@ -85,15 +85,15 @@ class _Peer:
 
 
 class Wires:
-    """A socket to each other rank of a group. To be made by all of them together.
+    """A socket to each other rank of a group, made by all of its ranks together.
 
-    Made with one collective on the group, which brings every rank the others' addresses: that of
-    the interface which ``GLOO_SOCKET_IFNAME`` names, else of the host's name, as gloo has it.
-    Who connects has to know a number drawn for this purpose.
+    One collective on the group exchanges the ranks' addresses: that of the interface that
+    ``GLOO_SOCKET_IFNAME`` names, else that of the host's name, as gloo does. A rank that connects
+    has to present a random token which that collective brought it.
 
     Args:
-        device: where the group takes tensors.
-        limit: seconds within which all have to be connected.
+        device: the device of the tensors that the group takes.
+        limit: seconds within which all ranks have to be connected.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, limit: float) -> None:
@@ -140,10 +140,10 @@ class Wires:
             peer.put(_LENGTH.pack(len(data)) + data)
 
     def exchange(self, mine: Message, limit: float) -> dict[int, Message]:
-        """Tell every rank and hear from every rank, this one among them.
+        """Send ``mine`` to every rank and return every rank's message, this one's included.
 
-        Returns after ``limit`` seconds without those that have not answered, and at once if one
-        cannot any more (:attr:`closed`).
+        Returns after ``limit`` seconds without the messages that have not come, and at once if a
+        missing one cannot come any more (:attr:`closed`).
         """
         self.tell(mine)
         heard = {self.rank: mine}
@@ -159,7 +159,7 @@ class Wires:
             self._attend(end)
 
     def listen(self, end: float) -> list[tuple[int, Message]]:
-        """All that has come by the time ``end``, or by now; returns early if something has."""
+        """``(rank, message)`` for what has come; waits until ``end`` at most if nothing has."""
         self._attend(end)
         heard = []
         for rank, peer in self.peers.items():

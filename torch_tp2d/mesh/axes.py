@@ -1,4 +1,4 @@
-"""What a mesh has to be, the axes that it is made of, and how much of a dim lies on one rank."""
+"""Checks of a mesh, its axes as :class:`~torch_tp2d.comm.Axis`, and a rank's extent of a dim."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_mesh(mesh: Any) -> None:
             f'a 2-D style needs mesh dims named ("{TP_ROW}", "{TP_COL}") in this order, but this '
             f"mesh is {describe_mesh(mesh)}: {_MESH_MEND}"
         )
-    # Of real numbers, also where a forward is traced with fake tensors.
+    # Needs real values even while a forward is traced with fake tensors.
     with disable_current_modes():
         ranks = mesh.mesh
         descends = any((ranks.diff(dim=dim) < 0).any() for dim in (0, 1))
@@ -61,9 +61,12 @@ def check_mesh(mesh: Any) -> None:
 def flat_axis(mesh: DeviceMesh) -> Axis:
     """Both axes as one line of N ranks, in row-major order.
 
-    A group of our own rather than ``mesh._flatten()``: once a flat mesh is registered, torch 2.13
-    gathers DTensors that shard one dim over both axes as one flat chunk, which misplaces elements
-    wherever the sizes do not divide.
+    It has a process group of our own rather than that of ``mesh._flatten()``: once a flat mesh is
+    registered, torch 2.13 gathers DTensors that shard one dim over both axes as if one flat chunk
+    had sharded them, which misplaces elements wherever the sizes do not divide.
+
+    Raises:
+        ValueError: if the ranks of the mesh do not ascend row by row.
     """
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
@@ -84,7 +87,7 @@ def flat_axis(mesh: DeviceMesh) -> Axis:
 
 
 def on_mesh(layout: Layout, axes: Axes) -> Layout:
-    """A layout in the terms of ``axes`` as one on ``(tp_row, tp_col)``."""
+    """Translate a ``(row, col)`` layout under ``axes`` into one on ``(tp_row, tp_col)``."""
     row, col = layout
     if axes == TP_ROW:
         return col, row
@@ -92,7 +95,7 @@ def on_mesh(layout: Layout, axes: Axes) -> Layout:
 
 
 def names_of(axes: Axes) -> tuple[frozenset[str], frozenset[str]]:
-    """The mesh axes that are the row and the column in the terms of ``axes``."""
+    """The names of the mesh axes that act as the row and as the column under ``axes``."""
     row, col = frozenset((TP_ROW,)), frozenset((TP_COL,))
     if axes == TP_ROW:
         return col, row
@@ -100,7 +103,7 @@ def names_of(axes: Axes) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def part_of(extent: int, cuts: Sequence[Axis]) -> int:
-    """How much of a dim lies here, if each of the axes cuts what those before it have left."""
+    """This rank's extent of a dim that the axes shard one inside the other, outermost first."""
     for axis in cuts:
         extent = axis.split(extent)[axis.index]
     return extent

@@ -1,4 +1,4 @@
-"""How large a dim is of which this rank has a part: what is known of it, or the others say."""
+"""The global size of a dim of which this rank holds a shard: known here, or asked of the others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ __all__ = ["ask_extent", "ask_sizes"]
 
 
 def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
-    """What is of this size here, of which it is on the other ranks of the axis; all of them ask.
+    """Exchange a size with the other ranks of the axis, all of which have to call this.
 
-    Fake tensors are asked, too, so that what this costs is seen, but cannot answer: it is taken to
-    be the same there.
+    With fake tensors the transfer is made too, so that its cost is counted, but it brings no
+    values: the other ranks are assumed to have the same size.
+
+    Returns:
+        A pending tensor with the size on each rank of the axis.
     """
     mine = torch.full((1,), size, device=device)
     asked = all_gather(mine, 0, (1,) * axis.size, axis)
@@ -32,11 +35,14 @@ def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
 
 
 def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
-    """The size of a dim of which ``x`` is the part that ``cuts`` make, the outer one first.
+    """The global size of a dim of ``x`` that the axes in ``cuts`` shard, outermost first.
 
-    A local tensor says nothing about the shards of others: they are asked when this is called, and
-    what it returns awaits their answers. Of fake tensors, the size that is known of what ``x`` is
-    made of is believed instead.
+    A local tensor says nothing about the other ranks' shards. Calling this starts to ask them;
+    calling the function that it returns waits for their answers. With fake tensors, which bring no
+    answers, the size known from the tensors that ``x`` was made of is used instead.
+
+    Raises:
+        ValueError: by the returned function, if the ranks' sizes are not those of torch.chunk.
     """
     extent = x.shape[dim]
     if torch.compiler.is_compiling():

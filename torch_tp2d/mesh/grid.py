@@ -1,4 +1,4 @@
-"""The grid: a 2-D mesh as one rank sees it, and the token sizes that the styles on it share."""
+"""The grid: a 2-D mesh as one rank sees it, and the token sizes that its styles go by."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh", "part_of"]
 
 
 class Grid:
-    """R x C = ``row.size`` x ``col.size`` ranks, seen from one of them.
+    """A grid of R x C = ``row.size`` x ``col.size`` ranks, seen from one of them.
 
-    ``axes`` says which mesh axis plays which part. By default activations move along ``tp_col``
-    and weights along ``tp_row``. ``"tp_row"`` swaps the two; ``("tp_row", "tp_col")`` flattens
-    them into one line of N ranks, on which everything moves.
+    ``axes`` says which mesh axis is the grid's column axis. By default activations move along
+    ``tp_col`` and weights along ``tp_row``. ``"tp_row"`` swaps the two; ``("tp_row", "tp_col")``
+    flattens them into one line of N ranks, along which everything moves.
     """
 
     def __init__(self, mesh: DeviceMesh, axes: Axes = TP_COL) -> None:
@@ -104,10 +104,10 @@ class Grid:
         )
 
     def sizes_of(self, x: Tensor) -> Sizes | None:
-        """Global sizes of all dims but the last of what ``x`` is a part of, if that is certain.
+        """Global sizes of all dims but the last of ``x``, if they are certain.
 
-        A DTensor tells, and a local tensor that a style has handed out (:meth:`with_stand_in`).
-        What the user's own code makes of that is of unknown origin again.
+        They are for a DTensor, and for a local tensor that a style has handed out
+        (:meth:`with_stand_in`); not for what the user's own code has made of such a tensor.
         """
         if isinstance(x, DTensor):
             return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
@@ -116,14 +116,15 @@ class Grid:
     def handed(self, x: Tensor) -> Layout | None:
         """The layout in which a style has handed out this very local tensor.
 
-        None if none has, or one on other axes, in whose terms alone the layout can be said.
+        None if no style has, or if one on other axes has, in a layout that cannot be expressed on
+        this grid's axes.
         """
         _, layout, _, axes, *_ = said_of(x)
         if layout is None or axes is None or axes == self.axes:
             return layout
         row, col = on_mesh(normalize(layout, x.ndim), axes)
         if isinstance(row, Shard) and row == col and TP_ROW in (axes, self.axes):
-            return None  # The shards of one axis inside those of the other.
+            return None  # Which axis shards inside the other differs between them.
         if self.axes == TP_COL:
             return row, col
         if self.axes == TP_ROW:
@@ -131,17 +132,18 @@ class Grid:
         return (Replicate(), col) if row == col else None
 
     def shares(self, x: Tensor) -> tuple[bool, bool]:
-        """Along row and col, whether ranks that hold the same of ``x`` have shares of its gradient.
+        """Along row and col, whether ranks that hold the same of ``x`` have partial gradients.
 
-        Of keys that do not divide each column uses some; each row adds positions to its own tokens.
+        Each column uses only some of the key heads where these do not divide by the columns, and
+        each row adds the positions to its own tokens only.
         """
         on_row, on_col = (not names.isdisjoint(said_of(x).shares) for names in names_of(self.axes))
         return self.row.size > 1 and on_row, self.col.size > 1 and on_col
 
     def misfit(self, x: Tensor, declared: Layout) -> tuple[Layout, Layout] | None:
-        """Where a style has handed out a local tensor in another layout than is declared: both.
+        """The layouts ``(handed, declared)``, if a style has handed ``x`` out in another one.
 
-        Every rank sees the same.
+        None if the layouts agree, or if no style has handed ``x`` out. The same on every rank.
         """
         _, layout, _, axes, *_ = said_of(x)
         if layout is None or axes is None or (axes == self.axes and layout == declared):
@@ -152,17 +154,17 @@ class Grid:
         )
         pairs = zip(self.mesh.shape, handed, declared, strict=True)
         differs = any(size > 1 and have != want for size, have, want in pairs)
-        # By axes that take turns one of the two splits the other's shards.
+        # Where both axes shard one dim, styles on swapped axes nest the shards in opposite order.
         nested = isinstance(handed[0], Shard) and handed[0] == handed[1]
         turned = nested and 1 not in self.mesh.shape and TP_ROW in (axes, self.axes)
         return (handed, declared) if differs or (turned and axes != self.axes) else None
 
     def tokens_of(self, x: Tensor) -> Sizes | None:
-        """:meth:`sizes_of` or else, if ``x`` has their dims, those of the tokens under way.
+        """:meth:`sizes_of`, or else the sizes of the tokens under way, if ``x`` has as many dims.
 
-        Of two streams, an encoder's and a decoder's, those that were embedded last are under way.
-        What the user's code makes of the other is told by the graph, where there is one: by the
-        tensors that it is made of, which are certain or were taken for a part of some tokens.
+        With two streams, an encoder's and a decoder's, the tokens under way are those embedded
+        last. A tensor that the user's code has made of the other stream is recognised by the
+        autograd graph, where there is one: by the sizes noted for the tensors it was made of.
         """
         sizes = self.sizes_of(x)
         if sizes is None and self.context.tokens is not None:
@@ -170,17 +172,18 @@ class Grid:
         return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
 
     def begin(self, x: Tensor) -> None:
-        """A module of the user's is handed ``x``: local tensors made in it are of its tokens.
+        """Take the tokens of ``x``, which a module of the user's is given, for those under way.
 
-        Only where an embedding has written sizes. Models without one (vision) may regroup their
-        tokens between modules, so that a module's sizes hold for nothing after it.
+        Local tensors made in that module belong to the same tokens. Only where an embedding has
+        written sizes: models without one (vision) may regroup their tokens between modules, so
+        the sizes in one module do not hold after it.
         """
         sizes, known = self.tokens_of(x), self.context.tokens
         if sizes is not None and known is not None and len(sizes) == len(known):
             self.context.tokens = sizes
 
     def extent(self, x: Tensor, dim: int, layout: Layout, features: int | None = None) -> int:
-        """Global size of ``dim`` of which ``x`` is this rank's shard under ``layout``.
+        """Global size of ``dim``, where ``x`` is this rank's shard under ``layout``.
 
         Args:
             features: the size of the last dim, which a style knows from its weight.
@@ -193,9 +196,10 @@ class Grid:
     def shape_of(
         self, x: Tensor, layout: Layout, features: int | None = None
     ) -> Callable[[], tuple[int, ...]]:
-        """The :meth:`extent` of every dim, for which other ranks may have to be asked.
+        """The :meth:`extent` of every dim.
 
-        They are when this is called, and what it returns awaits their answers.
+        If other ranks have to be asked, calling this starts to ask them; calling the function that
+        it returns waits for their answers.
         """
         asked = [
             self._asked(x, dim, layout, features if dim == x.ndim - 1 else None)
@@ -204,10 +208,10 @@ class Grid:
         return lambda: tuple(extent() for extent in asked)
 
     def check_part(self, x: Tensor, src: Layout, dst: Layout) -> None:
-        """Refuse a shard whose sizes a way from ``src`` to ``dst`` will find not to fit.
+        """Refuse a shard whose sizes do not fit a redistribution from ``src`` to ``dst``.
 
         Raises:
-            ValueError: before anything is sent.
+            ValueError: if they do not, before anything is sent.
         """
         src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
         for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard) and p.dim < x.ndim - 1}:
@@ -215,7 +219,7 @@ class Grid:
                 self._told(x, dim, self.cuts(dim, src), src)
 
     def cuts(self, dim: int, layout: Layout) -> list[Axis]:
-        """The axes that split a dim, the outer one first."""
+        """The axes that shard a dim, outermost first."""
         cuts = [a for a, p in zip((self.row, self.col), layout, strict=True) if _shards(p, dim)]
         return [axis for axis in cuts if axis.size > 1]
 
@@ -231,10 +235,10 @@ class Grid:
         return ask_extent(x, dim, cuts) if told is None else lambda: told
 
     def _told(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int | None:
-        """The size of a dim of the tokens; None where it is not known here.
+        """The global size of a token dim; None where it is not known on this rank.
 
         Raises:
-            ValueError: if the shard is not this rank's part of it.
+            ValueError: if ``x`` is not this rank's shard of that size.
         """
         known = self.tokens_of(x)
         if known is not None and dim < len(known):
@@ -251,10 +255,10 @@ class Grid:
         return None
 
     def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout, axis: Axis) -> int | None:
-        """The dim that ``axis`` splits, where this rank gets none of the tokens.
+        """The dim that ``axis`` shards, if this rank holds none of its tokens; else None.
 
-        Unless no sizes are under way: what comes back from the user's code, of unknown origin,
-        could not be told from tokens then.
+        None also if no token sizes are under way: a stand-in that comes back from the user's code,
+        in a tensor of unknown origin, could not be told from real tokens then.
         """
         row, col = normalize(layout, ndim)
         placement = row if axis is self.row else col
@@ -267,11 +271,11 @@ class Grid:
         return placement.dim
 
     def without_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
-        """Drop the token that stands in for none, see :meth:`with_stand_in`."""
+        """Drop the token that stands in on a rank without any, see :meth:`with_stand_in`."""
         known, tokens = self.tokens_of(x), x
         for axis in (self.row, self.col):
             dim = self._empty_here(known, x.ndim, layout, axis)
-            # Along the columns one whose rows they are may have put it in.
+            # Along the columns only a style that has these as its rows adds one: there may be none.
             if dim is not None and (axis is self.row or x.shape[dim] == 1):
                 tokens = tokens.narrow(dim, 0, 0)
         if tokens is x:
@@ -288,18 +292,18 @@ class Grid:
         given: Tensor | None = None,
         shares: tuple[bool, bool] = (False, False),
     ) -> Tensor:
-        """A local tensor for the user's code between two styles.
+        """Prepare a local tensor for the user's code between two styles.
 
-        A row without tokens is given one of zeros: a batch of 3 leaves the last of 4 rows without
-        any, and code as ordinary as ``x.reshape(batch, sequence, -1)`` raises on empty tensors.
-        Its gradient is dropped.
+        A mesh row without tokens is given one stand-in token of zeros, whose gradient is dropped: a
+        batch of 3 leaves the last of 4 mesh rows without tokens, and code as ordinary as
+        ``x.reshape(batch, sequence, -1)`` raises on empty tensors.
 
         Args:
-            sizes: global sizes of all dims but the last, where they are certain. A style that is
-                given this very tensor finds them with it.
-            given: what ``x`` was made of. If that is local it came, maybe, from a style on other
-                axes: where it holds no token none stands in for them here either, and where one
-                stands in that another axis has none of, one does here.
+            sizes: global sizes of all dims but the last, where they are certain. They are kept with
+                the tensor, for a style that is given this very one.
+            given: what ``x`` was made of. If that is local it may come from a style on other axes:
+                then a stand-in may be due along the columns too, and a dim that is empty in
+                ``given`` stays empty in ``x``.
             shares: along row and col, see :meth:`shares`.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
@@ -333,8 +337,8 @@ class Grid:
         Args:
             features: global size of the last dim, if it is sharded in ``src`` or ``dst``.
             shape: the global shape, where it is known.
-            partial_grad: for each axis on which ``dst`` replicates, whether what uses the result
-                hands back only its share of the gradient.
+            partial_grad: for each axis on which ``dst`` is replicated, whether the gradient of
+                the result is partial.
         """
         src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
         if src == dst and not any(partial_grad):

@@ -1,4 +1,4 @@
-"""What is known of a local tensor that a style has handed to the user's code, kept with it."""
+"""Notes on the local tensors that a style hands to the user's code, kept with the tensors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ __all__ = ["Handed", "hand_out", "made_of", "said_of", "tokens_told"]
 
 
 class Handed(NamedTuple):
-    """What a style said of a local tensor when it handed it out."""
+    """What a style noted of a local tensor when it handed it out."""
 
     sizes: Sizes | None = None
     """Global sizes of all dims but the last, where they are certain."""
     layout: Layout | None = None
     ndim: int = 0
-    """The dims that the layout speaks of."""
+    """The number of dims of the tensor that the layout was written for."""
     axes: Axes | None = None
     under_way: Sizes | None = None
-    """Where they are not: those of the tokens that it was taken for a part of."""
+    """Where ``sizes`` are not certain: the sizes of the tokens that it was assumed to belong to."""
     shares: frozenset[str] = frozenset()
-    """The mesh axes along which ranks that hold the same hand back shares of its gradient."""
+    """The mesh axes along which ranks that hold the same values have partial gradients of it."""
 
 
 _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
-"""What FSDP2, and a backward hook, put in the graph before a module: it changes no tensor."""
+"""Nodes that FSDP2 and backward hooks put in the graph before a module. They pass values on."""
 
 
 def hand_out(x: Tensor, handed: Handed) -> Tensor:
-    """``x``, for the user's code, with what :func:`said_of` is to find."""
+    """Attach ``handed`` to ``x``, for :func:`said_of` to find, and return it for the user's code.
+
+    Under ``torch.compile`` a view of ``x`` is returned.
+    """
     if torch.compiler.is_compiling():
-        # Within checkpointing Dynamo lets attributes be set on what an operation gave, and not on
-        # what an autograd.Function did.
+        # Within checkpointing Dynamo lets attributes be set on the result of an operation, but not
+        # on that of an autograd.Function.
         x = x.view_as(x)
     x._tp2d_handed = handed  # type: ignore[attr-defined]
     node: Any = None if torch.compiler.is_compiling() else x.grad_fn
@@ -47,9 +50,10 @@ def hand_out(x: Tensor, handed: Handed) -> Tensor:
 
 
 def said_of(x: Tensor) -> Handed:
-    """What :func:`hand_out` was told of a tensor; of one that it has not seen, nothing.
+    """What :func:`hand_out` noted of a tensor; an empty :class:`Handed` if it has not seen it.
 
-    FSDP2 hands its module other tensors than it is given, so it is kept with the graph as well.
+    FSDP2 passes its module other tensor objects than it is given, so the note is kept with the
+    autograd graph as well.
     """
     found: Handed | None = getattr(x, "_tp2d_handed", None)
     if found is None and not torch.compiler.is_compiling():
@@ -63,13 +67,14 @@ def said_of(x: Tensor) -> Handed:
 
 
 _NODES = 200
-"""How many autograd nodes to look at: more than a rotary embedding and a norm of heads have."""
+"""The most autograd nodes to visit: more than a rotary embedding and a norm of heads have."""
 
 
 def made_of(x: Tensor) -> list[Handed]:
-    """What :func:`hand_out` was told of the tensors that the user's code has made this one of.
+    """What :func:`hand_out` noted of the tensors from which the user's code has made ``x``.
 
-    By the graph, so nothing is found where none is recorded, nor while one is traced.
+    They are found through the autograd graph, so none are where no graph is recorded, and none
+    under ``torch.compile``.
     """
     found: list[Handed] = []
     if torch.compiler.is_compiling():
@@ -85,7 +90,7 @@ def made_of(x: Tensor) -> list[Handed]:
         if handed is not None:
             found.append(handed)
         elif node.name() in _HANDS_ON:
-            # What else goes into the module is another matter.
+            # Only this output's input: the node's others are other arguments of the module.
             edges.append(node.next_functions[index])
         else:
             edges.extend(node.next_functions)
@@ -93,19 +98,19 @@ def made_of(x: Tensor) -> list[Handed]:
 
 
 def tokens_told(x: Tensor) -> Sizes | None:
-    """Those of the tokens that ``x`` has, or is made of, by what was said of them.
+    """The sizes of the tokens in ``x``, by what is noted of it and of the tensors it was made of.
 
-    None where nothing was, or of tokens of several sizes: queries and keys are of two streams, and
-    neither tells of their scores.
+    None where nothing is noted, or where their sizes disagree: attention scores are made of queries
+    and keys, which may belong to two streams, and neither stream gives the sizes of the scores.
     """
     told = {one.under_way if one.sizes is None else one.sizes for one in made_of(x) or [said_of(x)]}
     found = [known for known in told if known is not None and len(known) >= x.ndim - 1]
-    # Heads have more dims than their tokens, the same ones among them.
+    # A tensor split into heads has more dims than its tokens, among them the tokens' own.
     tokens = [a for a in found if len(a) < x.ndim and all(_among(a, b) for b in found)]
     return tokens[0] if tokens else None
 
 
 def _among(sizes: Sizes, others: Sizes) -> bool:
-    """Whether sizes stand in this order among others."""
+    """Whether ``sizes`` occur in this order among ``others``."""
     rest = iter(others)
     return all(size in rest for size in sizes)

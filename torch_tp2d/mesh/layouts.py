@@ -6,17 +6,17 @@ A layout is a pair of placements, always written ``(on tp_row, on tp_col)``. For
 =================  ===========================  =========================================
 name               layout                       a rank holds
 =================  ===========================  =========================================
-token layout       ``(Shard(0), Shard(1))``     batch/R, sequence/C, the whole hidden dim
-feature layout     ``(Shard(0), Shard(-1))``    batch/R, the whole sequence, hidden/C
-row layout         ``(Shard(0), Replicate())``  batch/R, whole sequence, whole hidden dim
-transposed layout  ``(Shard(-1), Shard(1))``    the whole batch, sequence/C, hidden/R
+token layout       ``(Shard(0), Shard(1))``     batch/R, sequence/C, full hidden dim
+feature layout     ``(Shard(0), Shard(-1))``    batch/R, full sequence, hidden/C
+row layout         ``(Shard(0), Replicate())``  batch/R, full sequence, full hidden dim
+transposed layout  ``(Shard(-1), Shard(1))``    full batch, sequence/C, hidden/R
 =================  ===========================  =========================================
 
-In the transposed layout, that of the weight-stationary dataflow, the tokens on ``tp_col`` may be
-cut in the batch or whole instead: ``(Shard(-1), Shard(0))``, ``(Shard(-1), Replicate())``.
+In the transposed layout, that of the weight-stationary dataflow, ``tp_col`` may shard the batch
+or replicate the tokens instead: ``(Shard(-1), Shard(0))``, ``(Shard(-1), Replicate())``.
 
-Shards are :func:`torch.chunk`'s: every shard but the last ones has ``ceil(size / parts)``
-elements, and trailing shards may be short or empty.
+Shards have the sizes that :func:`torch.chunk` gives: ``ceil(size / parts)`` elements each, except
+that trailing shards may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 
 def nested_chunk_sizes(size: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Extents when one dim is cut by several mesh axes in turn, outermost first.
+    """Extents of the shards when several mesh axes shard one dim in turn, outermost first.
 
-    This is what a DTensor holds whose placements shard one dim twice; it differs from one flat
-    chunk wherever the sizes do not divide.
+    These are the shards of a DTensor whose placements shard one dim twice; they differ from those
+    of one flat chunk wherever the sizes do not divide.
 
     >>> nested_chunk_sizes(10, (2, 2)), chunk_sizes(10, 4)
     ((3, 2, 3, 2), (3, 3, 3, 1))
@@ -95,7 +95,7 @@ def feature_layout(row_dim: int = 0) -> Layout:
 
 
 def row_layout(row_dim: int = 0) -> Layout:
-    """``(Shard(row_dim), Replicate())``: this row's tokens, whole."""
+    """``(Shard(row_dim), Replicate())``: each mesh row's tokens, replicated along ``tp_col``."""
     return Shard(row_dim), Replicate()
 
 
@@ -146,7 +146,8 @@ def normalize(layout: Layout, ndim: int) -> Layout:
 
 
 def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
-    # isinstance of what a class is not takes ten times as long, here where all layouts come by.
+    # is_replicate() first: every layout passes here, and an isinstance that fails takes ten times
+    # as long.
     if placement.is_replicate() or not isinstance(placement, Shard):
         return placement
     dim = placement.dim
@@ -158,10 +159,10 @@ def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
 
 
 def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
-    """The axis-by-axis way from ``src`` to ``dst``: ``(before, after, whether on tp_col)``.
+    """The steps from ``src`` to ``dst``, one axis each: ``(before, after, whether on tp_col)``.
 
-    Sums are reduced first and ``tp_col`` gathers last, since both make what travels on the other
-    axis smaller. Where both axes shard one dim the shard of ``tp_col`` lies inside that of
+    Partial sums are reduced first and ``tp_col`` gathers last, since both make the transfer on the
+    other axis smaller. Where both axes shard one dim the shards of ``tp_col`` lie inside those of
     ``tp_row``, so ``tp_row`` may only change while ``tp_col`` does not shard that dim.
     """
     row_changes = src[0] != dst[0]
@@ -192,13 +193,13 @@ def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
 
 
 def check_row_dim(row_dim: int) -> None:
-    """Raises a ValueError for a dim that is not one of tokens."""
+    """Raise a ValueError for a dim that is not a token dim."""
     if row_dim not in (0, 1):
         raise ValueError(f"row_dim is the token dim that {TP_ROW} splits, 0 or 1, not {row_dim}")
 
 
 def reduced(layout: Layout) -> Layout:
-    """``layout`` with what is Partial summed: the layout of a gradient."""
+    """``layout`` with Partial replaced by Replicate: the layout of a gradient."""
     row, col = (Replicate() if p.is_partial() else p for p in layout)
     return row, col
 
@@ -209,9 +210,9 @@ class MatmulRule:
 
     ``gathers_input`` tells the two dataflows of forward apart: *move the input and the weight*
     (X is gathered along ``tp_col``) or *move the weight and the output* (Y is reduced along
-    ``tp_col``). Backward of each is made of the other and of the weight's gradient. The third,
-    *weight stationary*, is there for every style: tokens are whole, X is cut by features as the
-    weight is, and Y is a sum along the axis that cuts the features in.
+    ``tp_col``). The backward of each consists of the other and of the weight's gradient. Every
+    style also has a third, *weight stationary*: the tokens are not sharded along ``tp_row``, X is
+    sharded by features as the weight is, and Y is a sum along the axis that shards X's features.
     """
 
     style: str
@@ -227,12 +228,12 @@ class MatmulRule:
 
     @property
     def stationary_input(self) -> Layout:
-        """What a weight that stays multiplies."""
+        """The layout of X in the weight-stationary dataflow."""
         return (Shard(-1), Replicate()) if self.gathers_input else (Replicate(), Shard(-1))
 
     @property
     def stationary_output(self) -> Layout:
-        """What comes of it."""
+        """The layout of Y in the weight-stationary dataflow, before its sum."""
         return (Partial(), Shard(-1)) if self.gathers_input else (Shard(-1), Partial())
 
 

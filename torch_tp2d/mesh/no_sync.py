@@ -1,4 +1,4 @@
-"""Gradient accumulation: what several micro-batches share of an optimizer step."""
+"""Gradient accumulation: gathers and reductions shared by the micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ __all__ = ["no_sync"]
 
 
 class no_sync:
-    """Run micro-batches whose weights' gradients are reduced with those of a later one.
+    """Run micro-batches whose weight gradients are reduced together with those of a later one.
 
-    As ``DistributedDataParallel.no_sync()`` and FSDP2's ``set_requires_gradient_sync(False)``: all
-    micro-batches of a step but the last run inside, forward and backward. A weight is gathered
-    along ``tp_row`` by the first of them and kept for the others, and what its gradients are on
-    this rank is added up, and reduced once, in the backward of the last. Per micro-batch of k, the
-    weights of an R x C grid cost 1/k of what they do otherwise; activations cost what they do.
+    As with ``DistributedDataParallel.no_sync()`` and FSDP2's ``set_requires_gradient_sync(False)``,
+    all micro-batches of a step but the last run inside, forward and backward. The first gathers
+    each weight along ``tp_row`` and keeps it for the others; the partial gradients of the weight on
+    this rank are added up and reduced once, in the backward of the last. With k micro-batches the
+    transfers of weights on an R x C grid are 1/k of what they are otherwise; those of activations
+    do not change.
 
     What is kept takes memory until then: for each Linear 1/C of its weight, gathered, and as much
     for its gradient. A Linear with ``reshard_after_forward=True`` keeps its gradient only. What
-    other modules reduce is small (biases, norms, replicated parameters), and reduced each time, and
-    so is everything under ``torch.compile``, in ``"summa"``, ``"bmr"`` and ``"cannon"``, and where
-    weights stay (``dataflow="weight_stationary"``).
+    other modules reduce (biases, norms, replicated parameters) is small and is reduced for each
+    micro-batch. So is everything under ``torch.compile``, with the algorithms ``"summa"``,
+    ``"bmr"`` and ``"cannon"``, and with ``dataflow="weight_stationary"``.
 
-    ``.grad`` of the weights is as before until the last backward is over. A weight that the last
+    ``.grad`` of the weights does not change until the last backward is over. A weight that the last
     micro-batch does not use gets its gradient at the end of that backward. Until then parameters
-    must not be changed. What is kept is not in ``.grad``, so ``zero_grad()`` does not reach it: a
-    step that is given up is forgotten by :meth:`discard`. An exception inside does that by itself.
-    The last backward has to go through a Linear of the plan; an optimizer that steps without is an
-    error. What ``torch.autograd.grad`` returns is of its own micro-batch, inside as outside.
+    must not be changed. The gradients that are kept are not in ``.grad``, so ``zero_grad()`` does
+    not clear them: call :meth:`discard` to give up a step. An exception inside discards by itself.
+    The last backward has to go through a Linear of the plan; an optimizer that steps without such a
+    backward raises. ``torch.autograd.grad`` returns the gradient of its own micro-batch, inside as
+    outside.
 
     Args:
         mesh: the one that the plan was applied on. With FSDP2 outside, call
-            ``model.set_requires_gradient_sync(False)`` as well, and True for the last.
+            ``model.set_requires_gradient_sync(False)`` as well, and with True for the last.
 
     Raises:
         TypeError: for another kind of mesh.
-        ValueError: for a mesh that is not ``("tp_row", "tp_col")``. In a forward, on a CPU, of a
-            weight that was changed since it was gathered, in a way that torch does not see.
+        ValueError: for a mesh that is not ``("tp_row", "tp_col")``. In a forward, on a CPU, if a
+            weight was changed since it was gathered, in a way that torch does not see.
             In a step of an optimizer of ``torch.optim`` before the last backward.
 
-    Source: FSDP2 and DDP accumulate so along their axis; TP2D (doi 10.11992/tis.202411023) does
-    not speak of it. The count is ours, held by ``tests/use/test_accumulation.py``.
+    Source: FSDP2 and DDP accumulate like this along their axis; TP2D (doi 10.11992/tis.202411023)
+    does not mention it. The factor 1/k is ours, checked by ``tests/use/test_accumulation.py``.
 
     Example::
 
@@ -71,8 +73,8 @@ class no_sync:
             self._accumulation.discard()
 
     def discard(self) -> None:
-        """Forget the gradients of micro-batches whose step is not taken.
+        """Drop the gradients kept by the micro-batches of a step that is not taken.
 
-        To be called by all ranks, beside ``zero_grad()``: ``no_sync(mesh).discard()``.
+        To be called on all ranks, together with ``zero_grad()``: ``no_sync(mesh).discard()``.
         """
         self._accumulation.discard()

@@ -1,4 +1,4 @@
-"""Saying the sizes of the tokens under way, where no embedding does."""
+"""Declaring the global sizes of the tokens where no embedding does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["token_sizes"]
 
 
 class token_sizes:
-    """Say of how many tokens the local tensors on a mesh are a part, as an embedding does.
+    """Declare the global sizes of the tokens of which local tensors on a mesh are shards.
 
-    A style on a local tensor has to know the sizes of the whole. An embedding, which is handed
-    whole ids, tells them to all that follow. In a model without one (a block or a pipeline stage
-    by itself, or one whose inputs are embeddings) each style asks the other ranks instead, in a
-    transfer and a wait for every call, or raises where the sizes are to tell a layout; and
-    ``dataflow`` and ``reshard_after_forward`` choose nothing. For ``[batch, sequence, hidden]`` =
-    ``[B, S, H]`` on an R x C grid:
+    A style on a local tensor has to know the global sizes. An embedding, which is given replicated
+    ids, provides them to all styles after it. In a model without one (a block or a pipeline stage
+    by itself, or one whose inputs are embeddings) each style asks the other ranks instead, with a
+    transfer and a wait in every call, or raises where it needs the sizes to tell a layout; and
+    ``dataflow`` and ``reshard_after_forward`` are not chosen by size. For
+    ``[batch, sequence, hidden]`` = ``[B, S, H]`` on an R x C grid:
 
     ==========================  =====================  ========
     local tensor                layout                 sizes
@@ -32,21 +32,21 @@ class token_sizes:
     ``[B/R, ...]``, of images   ``(Shard(0), ...)``    ``B``
     ==========================  =====================  ========
 
-    Called, it holds until an embedding on the mesh, or another call, says otherwise. As a context
-    manager it holds for what is run inside, and for its backward, and then what was known before
-    holds again.
+    Called as a function, it holds until an embedding on the mesh, or another call, sets other
+    sizes. As a context manager it holds for what runs inside and for the backward of that; on exit
+    the sizes known before are restored.
 
     Args:
         mesh: the one that the plan was applied on.
-        sizes: ``(batch, sequence)``, of the whole batch; ``(batch,)`` where the number of tokens
-            changes on the way; None: not known, as in a model without an embedding that runs
-            beside one that has one. The same on every rank: what is asked of the other ranks
-            goes by it.
+        sizes: ``(batch, sequence)`` of the global batch; ``(batch,)`` where the number of tokens
+            changes within the model; None if they are not known, as in a model without an
+            embedding that runs beside one that has one. The same on every rank, since they decide
+            whether the ranks ask each other.
 
     Raises:
-        TypeError: for sizes that are no integers, or another kind of mesh.
+        TypeError: for sizes that are not integers, or another kind of mesh.
         ValueError: for more than two sizes, or one that is less than 1; for a mesh that is not
-            ``("tp_row", "tp_col")``. In a forward, of a local tensor that is not this rank's part.
+            ``("tp_row", "tp_col")``. In a forward, if a local tensor is not this rank's shard.
 
     Example::
 

@@ -1,1 +1,1 @@
-"""The math on local shards, each an autograd.Function. No DTensor below this line."""
+"""The math on local shards, as autograd functions. DTensors stay outside of this package."""

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split: the logits are never gathered."""
+"""Cross entropy of logits sharded by vocabulary, which are never gathered."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class _TokenLosses(torch.autograd.Function):
             target_weight,
             total_weight,
         )
-        # A class that is not there is torch's IndexError, or an assertion on the device: a rank
-        # that raised alone would leave the others waiting, so they all see nan.
+        # For an unknown class torch raises an IndexError, or fails an assertion on the device. Here
+        # a rank that raised alone would leave the others waiting, so all of them get nan.
         unknown = (target < 0) | (target >= vocab)
         return losses.masked_fill(unknown, torch.nan).masked_fill(~counts, 0)
 
@@ -111,14 +111,14 @@ def token_losses(
     ignore_index: int,
     axes: Sequence[Axis],
 ) -> Tensor:
-    """The loss of each token: 0 where ``target`` is ``ignore_index``, nan where it is no class.
+    """The loss of each token: 0 where ``target`` is ``ignore_index``, nan for an unknown class.
 
     Args:
-        logits: ``[*, Vj]``, the columns of the vocabulary from ``vocab_start`` on.
+        logits: ``[*, Vj]``, this rank's shard of the vocabulary, from ``vocab_start`` on.
         target: ``[*]``, global class ids.
-        weight: ``[V]``, that of every class, or ``None``.
-        axes: the axes along which the vocabulary is split; one maximum and two or three sums per
-            token cross each of them in forward, nothing in backward.
+        weight: ``[V]``, the weights of all classes, or ``None``.
+        axes: the axes that shard the vocabulary; one maximum and two or three sums per token are
+            transferred along each of them in forward, nothing in backward.
     """
     return _TokenLosses.apply(
         logits, target, weight, vocab_start, vocab, label_smoothing, ignore_index, tuple(axes)

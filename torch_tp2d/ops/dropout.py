@@ -1,9 +1,9 @@
-"""Dropout whose mask depends on which element it is of, not on which rank holds it.
+"""Dropout whose mask depends on an element's global index, not on the rank that holds it.
 
-Whether an element is dropped is a function of a key and of its index in the whole tensor, dim by
-dim. So shards have masks of their own, copies agree, and any grid, also of one rank, drops the
-same elements. Nothing is stored: who has the key and the index has the mask, for any part of the
-tensor in any order.
+Whether an element is dropped is a function of a key and of its index in the global tensor, dim by
+dim. So different shards have different masks, replicas have the same one, and any grid drops the
+same elements as one rank does. No mask has to be stored: it can be computed from the key and the
+index, for any part of the tensor in any order.
 
 The hash is counter-based in the sense of Salmon et al., "Parallel random numbers: as easy as
 1, 2, 3" (doi 10.1145/2063384.2063405): a state of 64 bits for each index of all dims but the last,
@@ -25,7 +25,7 @@ from .._torch_compat import dispatch_modes
 
 __all__ = ["draw_key", "drop", "dropout", "dropped", "fused", "recomputed"]
 
-# SplitMix64's constants, as int64 has them.
+# SplitMix64's constants as signed int64.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 # Odd multipliers for 32 bits, found by search for little bias (github.com/skeeto/hash-prospector).
@@ -35,14 +35,14 @@ _MIX32 = 0x2C1B3C6D, 0x297A2D39
 def draw_key() -> Tensor:
     """The key of one call of dropout: an int64 from torch's default CPU generator.
 
-    From there because ``torch.manual_seed`` governs it on every kind of device, and because
-    ``torch.utils.checkpoint`` puts its state back before it computes a layer again.
+    That generator, because ``torch.manual_seed`` seeds it whatever the device, and because
+    ``torch.utils.checkpoint`` restores its state before it recomputes a layer.
     """
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
 
 
 def _mix(h: Tensor) -> Tensor:
-    """SplitMix64's finalizer: every bit of the result hangs on every bit of ``h``."""
+    """SplitMix64's finalizer: every bit of the result depends on every bit of ``h``."""
     h = (h ^ ((h >> 30) & (2**34 - 1))) * _MIX[0]
     h = (h ^ ((h >> 27) & (2**37 - 1))) * _MIX[1]
     return h ^ ((h >> 31) & (2**33 - 1))
@@ -54,9 +54,9 @@ def dropped(key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
     Args:
         key: a 0-dim int64, as :func:`draw_key` gives it.
         p: 0 to 1.
-        index: for each dim of the tensor, the index in the whole tensor of each element that is
-            here: int64, one dim each, any order. A tensor of two dims or more may be masked by
-            blocks: each index of a part has the mask that it has in the whole.
+        index: for each dim of the tensor, the global indices of the elements on this rank: 1-dim
+            int64 tensors, in any order. A part of the tensor has the mask that its elements have in
+            the global tensor, so it can be masked block by block.
 
     Returns:
         Booleans of shape ``[len(i) for i in index]``, on the device of ``index``.
@@ -64,52 +64,53 @@ def dropped(key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
     Example::
 
         >>> rows, columns = torch.arange(4), torch.arange(6)
-        >>> whole = dropped(key, 0.1, [rows, columns])
-        >>> assert dropped(key, 0.1, [rows[2:], columns]).equal(whole[2:])
+        >>> mask = dropped(key, 0.1, [rows, columns])
+        >>> assert dropped(key, 0.1, [rows[2:], columns]).equal(mask[2:])
     """
     hashed = _hashed(key, index)
     return hashed < _threshold(p) if p < 1 else torch.ones_like(hashed, dtype=torch.bool)
 
 
 def _hashed(key: Tensor, index: Sequence[Tensor]) -> Tensor:
-    """32 bits for each element, as likely one number as another."""
+    """A uniformly distributed int32 for each element."""
     *outer, last = index
     state = _mix(key.to(last.dtype) + _STEP)
     for positions in outer:
         state = _mix(_for_each(state) + (positions + 1) * _STEP)
-    # A key for each row of the last dim, in two halves: one is added, the other multiplied by.
+    # Each row of the last dim has a key of two halves: one is combined by xor, one by product.
     added, factor = state.to(torch.int32), (state >> 32).to(torch.int32) | 1
     column = _mix((last + 1) * _STEP).to(torch.int32)
-    # From here on every element costs: 32 bits, in place.
+    # The operations below run for each element, hence in 32 bits and in place.
     h = _for_each(added) ^ column
     h *= _for_each(factor)
     for shift, multiplier in zip((15, 12), _MIX32, strict=True):
-        # It shifts the sign in, so that h and ~h become one: 31 bits of state are left, and enough.
+        # >> shifts the sign in, so h and ~h give the same: the 31 bits of state left are enough.
         h ^= h >> shift
         h *= multiplier
     return h
 
 
 def _threshold(p: float) -> int:
-    """Below which elements are dropped: the high bits are the best, so they are compared."""
+    """The int32 below which elements are dropped. A comparison uses the high bits, the best."""
     return min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def _for_each(state: Tensor) -> Tensor:
-    # The key alone stays without dims: a CPU's scalar goes with tensors of any device.
+    # The key itself stays 0-dim: a CPU scalar can be combined with tensors on any device.
     return state.unsqueeze(-1) if state.ndim else state
 
 
 def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """``x`` with what ``mask`` says dropped, the rest scaled by ``1 / (1 - p)``."""
+    """``x`` with the elements in ``mask`` set to zero, the others scaled by ``1 / (1 - p)``."""
     return x.masked_fill(mask, 0.0) * (1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
 def dropout(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
-    """``drop(x, dropped(key, p, index), p)``, of which a GPU keeps nothing for backward.
+    """``drop(x, dropped(key, p, index), p)``, which on a GPU keeps no mask for backward.
 
-    There the mask is made as it is used (:func:`fused`), and again for the gradient. A CPU keeps
-    it, a byte for an element: it makes one in many steps, which take longer than to read it.
+    There the mask is computed as it is used (:func:`fused`), and recomputed for the gradient. A CPU
+    keeps it, one byte per element, since it computes it in many steps that take longer than reading
+    it.
     """
     if x.device.type == "cpu":
         return drop(x, dropped(key, p, index), p)
@@ -117,7 +118,7 @@ def dropout(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor
 
 
 def recomputed(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
-    """:func:`dropout` as on a GPU: the mask is made again for the gradient."""
+    """:func:`dropout` as on a GPU: the mask is recomputed for the gradient."""
     result: Tensor = _Dropout.apply(x, key, p, *index)
     return result
 
@@ -136,9 +137,9 @@ class _Dropout(torch.autograd.Function):
 
 
 def _kernel_for(x: Tensor) -> Callable[..., Tensor]:
-    """Makes a mask and drops by it: compiled, where it can be.
+    """The function that computes a mask and applies it, compiled where that is possible.
 
-    Not under a dispatch mode, which would not see what a compiled function does.
+    It is not under a dispatch mode, which would not see the operators of a compiled function.
     """
     plain = torch.compiler.is_compiling() or dispatch_modes() or not x.is_cuda
     return _mask_and_drop if plain or not _has_triton() else fused
@@ -149,10 +150,10 @@ def _mask_and_drop(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) ->
 
 
 def fused(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
-    """``drop(x, dropped(key, p, index), p)`` in two kernels: of the rows' keys, and of the rest.
+    """``drop(x, dropped(key, p, index), p)`` in two kernels, one of them for the rows' keys.
 
-    Compiled once for any sizes and rates: the rate goes in as tensors, since Dynamo takes what is
-    rounded of a number for a constant, and every rate would drop as the first one did.
+    Compiled once for all sizes and rates. The rate is passed as tensors: Dynamo takes the rounded
+    value of a number for a constant, so that every rate would drop as the first one did.
     """
     if p >= 1:
         return _mask_and_drop(x, key, p, index)

@@ -12,7 +12,7 @@ __all__ = ["embedding2d"]
 def embedding2d(
     ids: Tensor, weight: Tensor, vocab_start: int, padding_idx: int | None = None
 ) -> Tensor:
-    """Look up the ids that fall into this rank's part of the vocabulary; zeros for the others.
+    """Look up the ids that are in this rank's shard of the vocabulary; zeros for the others.
 
     Args:
         ids: ``[*]``, the same on every rank.
@@ -20,8 +20,8 @@ def embedding2d(
         padding_idx: the global id whose row gets no gradient.
 
     Returns:
-        ``[*, Hi]``: a partial sum over the ranks that hold the other parts of the vocabulary. Its
-        gradient is whole there, so the weight's gradient needs no communication.
+        ``[*, Hi]``: a partial sum over the ranks that shard the vocabulary. The gradient of the sum
+        is replicated on these, so the weight's gradient needs no communication.
     """
     rows = weight.shape[0]
     if rows == 0:
@@ -33,6 +33,6 @@ def embedding2d(
         mine = padding_idx - vocab_start
     found = F.embedding(local.masked_fill(elsewhere, 0), weight)
     if mine is not None:
-        # Not F.embedding's padding_idx: the masked ids point at row 0, which may be that row.
+        # Not by F.embedding's padding_idx: masked ids look up row 0, which may be the padding row.
         found = torch.where((local == mine).unsqueeze(-1), found.detach(), found)
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm over a hidden dim that is split along an axis.
+"""LayerNorm and RMSNorm over a hidden dim that is sharded along an axis.
 
-Only the statistics cross the wire, in fp32 at least: one or two numbers per token forward, and as
-many backward.
+Only the statistics are transferred, in fp32 at least: one or two numbers per token in forward, and
+as many in backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Norm2D(torch.autograd.Function):
     ) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if centered:
-            # Two passes, as E[x^2] - E[x]^2 loses the digits that a large mean shares.
+            # Two passes, as E[x^2] - E[x]^2 loses digits to cancellation where the mean is large.
             mean = all_reduce(wide.sum(-1, keepdim=True), hidden_axis).wait() / hidden
             wide = wide - mean
         square = all_reduce(wide.square().sum(-1, keepdim=True), hidden_axis).wait() / hidden
@@ -90,14 +90,14 @@ def norm2d(
     token_axis: Axis | None,
     context: Context,
 ) -> Tensor:
-    """Normalise the last dim, of ``hidden`` elements, of which ``x`` is a shard.
+    """Normalise over the last dim, of ``hidden`` elements globally; ``x`` is this rank's shard.
 
     Args:
-        weight, bias: the shards of this rank's part of the hidden dim.
+        weight, bias: this rank's shards along the hidden dim.
         centered: subtract the mean (LayerNorm) or not (RMSNorm).
-        hidden_axis: the axis that splits the hidden dim; the statistics are summed along it.
-        token_axis: the axis that splits the tokens, along which the gradients of ``weight`` and
-            ``bias`` are summed; None if every rank has all of them.
-        context: of the mesh.
+        hidden_axis: the axis that shards the hidden dim; the statistics are summed along it.
+        token_axis: the axis that shards the tokens, along which the gradients of ``weight`` and
+            ``bias`` are summed; None if every rank has all tokens.
+        context: the mesh's context.
     """
     return _Norm2D.apply(x, weight, bias, hidden, eps, centered, hidden_axis, token_axis, context)

@@ -1,4 +1,4 @@
-"""Images as patches."""
+"""Splitting images into patches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["patches"]
 
 
 def patches(images: Tensor, height: int, width: int) -> Tensor:
-    """Cut images ``[B, C, H, W]`` into patches of ``height`` x ``width`` pixels.
+    """Split images ``[B, C, H, W]`` into patches of ``height`` x ``width`` pixels.
 
     Returns:
         ``[B, H // height, W // width, C * height * width]``, the last dim in the order of a
-        Conv2d's flattened weight. As by a Conv2d, what is left over at the far edges is not used.
+        Conv2d's flattened weight. As with a Conv2d, pixels left over at the far edges are not used.
     """
     batch, channels, rows, columns = images.shape
     rows, columns = rows // height, columns // width

@@ -1,4 +1,4 @@
-"""Micro-batches of one optimizer step: weights gathered once for them, gradients reduced once."""
+"""Gradient accumulation: weights gathered, and gradients reduced, once for all micro-batches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Accumulation"]
 
 @dataclass
 class _Weight:
-    """A weight that was gathered, and what of."""
+    """A gathered weight, and the parameter that it was gathered from."""
 
     param: Tensor
     versions: tuple[int | None, ...]
     values: Tensor | None
-    """The shard's at that time."""
+    """The shard's values at that time; None where they are not compared."""
     gathered: Tensor
 
     def is_of(self, param: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it still stands for the parameter, by what is the same on every rank."""
+        """Whether it is up to date with ``param``, judged by what is the same on every rank."""
         same = param is self.param and versions(param) == self.versions
         return same and self.gathered.dtype == dtype
 
@@ -39,19 +39,19 @@ class _Weight:
 
 
 class _Gradient(NamedTuple):
-    """This rank's part of a weight's gradient, of micro-batches gone by."""
+    """This rank's partial gradient of a weight, summed over the micro-batches so far."""
 
     part: Tensor
     finish: Callable[[Tensor], None]
-    """Reduces it, and adds it to the parameter's."""
+    """Reduces the partial gradient and adds it to the parameter's ``.grad``."""
 
 
 class Accumulation:
     """What the micro-batches of a step keep on a mesh for the last of them.
 
     While it :attr:`holds`, a Linear keeps its gathered weight for the next micro-batch, and this
-    rank's part of the weight's gradient stays here. The first backward afterwards adds it to its
-    own, reduces both at once, and lets go of the weights.
+    rank's partial gradient of the weight is kept here. The first backward afterwards adds it to its
+    own, reduces the sum, and releases the weights.
     """
 
     def __init__(self) -> None:
@@ -71,11 +71,11 @@ class Accumulation:
         return self.holds or bool(self._weights) or bool(self._gradients)
 
     def gathered(self, module: Any, dtype: torch.dtype) -> Pending | None:
-        """The module's weight, if a micro-batch before has gathered it and it is the same.
+        """The module's weight, if an earlier micro-batch has gathered it and it has not changed.
 
         Raises:
-            ValueError: if it was changed behind torch's back: ranks whose shards happen to be as
-                they were would not gather it again with the others.
+            ValueError: if it was changed in a way that torch does not see. Gathering it anew is no
+                way out: a rank whose shard happens to be unchanged would not take part.
         """
         held = self._weights.get(module)
         if held is None:
@@ -101,7 +101,7 @@ class Accumulation:
     def keep_gradient(
         self, module: nn.Module, part: Tensor, finish: Callable[[Tensor], None]
     ) -> None:
-        """Keep this rank's part of a weight's gradient."""
+        """Add this rank's partial gradient of a weight to what is kept."""
         if self._steps is None:
             self._steps = register_optimizer_step_pre_hook(self._check_step)
         before = self._gradients.get(module)
@@ -109,18 +109,18 @@ class Accumulation:
         self._gradients[module] = _Gradient(total, finish)
 
     def with_kept(self, module: nn.Module, part: Tensor) -> Tensor:
-        """This rank's part of a gradient that is about to be reduced, with what was kept."""
+        """Add what was kept to this rank's partial gradient, which is about to be reduced."""
         kept = self._gradients.pop(module, None)
         return part if kept is None else kept.part.add_(part)
 
     def discard(self) -> None:
-        """The step is given up: forget what its micro-batches have left."""
+        """Give the step up: forget what its micro-batches have kept."""
         self._weights.clear()
         self._gradients.clear()
         self._let_step()
 
     def settle(self) -> None:
-        """The last backward is over: reduce the gradients of modules that were not in it."""
+        """After the last backward: reduce the kept gradients of modules that were not in it."""
         self._weights.clear()
         while self._gradients:
             # In the order in which they were kept, which is that of every rank.

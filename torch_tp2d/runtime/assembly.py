@@ -1,4 +1,4 @@
-"""A tensor that is put together from what arrives."""
+"""A tensor that is assembled from blocks as they arrive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["Assembly"]
 
 
 class Assembly:
-    """A tensor of ``shape`` that is put together from blocks of a dim.
+    """A tensor of ``shape`` that is assembled from blocks of a dim.
 
-    In place; in a traced graph at the end, where each block put in place would copy the rest.
+    Each block is written in place; in a traced graph all are concatenated at the end, since there
+    writing a block in place would copy the entire tensor.
     """
 
     def __init__(self, shape: Sequence[int], dim: int, like: Tensor) -> None:
@@ -23,9 +24,9 @@ class Assembly:
         self._blocks: list[tuple[int, Tensor]] = []
 
     def put(self, block: Tensor, start: int) -> None:
-        """Write a block to its place, ``start`` on."""
+        """Write a block to its place, from ``start`` on."""
         if block.shape == self.shape and block.is_contiguous():
-            # Else a user's view() of what comes out would fail.
+            # A block that is not contiguous is copied: a user's view() of the result would fail.
             self.give(block)
         elif torch.compiler.is_compiling():
             self._blocks.append((start, block))
@@ -35,15 +36,15 @@ class Assembly:
             self._out.narrow(self.dim, start, block.shape[self.dim]).copy_(block)
 
     def give(self, whole: Tensor) -> None:
-        """All of it, as one block."""
+        """Set the entire tensor."""
         self._out = whole
 
     def value(self) -> Tensor:
-        """The tensor, when all of it is there."""
+        """The tensor, after all blocks were put."""
         if self._blocks:
             blocks = sorted(self._blocks, key=lambda block: block[0])
             return torch.cat([block for _, block in blocks], self.dim)
         if self._out is None:
-            # It has no blocks, or none with elements.
+            # There were no blocks, or none with elements.
             self._out = self.like.new_empty(self.shape)
         return self._out

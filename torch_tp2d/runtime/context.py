@@ -1,4 +1,4 @@
-"""The state that the modules on one mesh share while a step runs."""
+"""The state that the modules on one mesh have in common while a step runs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ Attribute = Callable[[nn.Module | None], OnBehalf]
 
 
 def in_backward() -> bool:
-    """Whether autograd is running backward, for which checkpointing may run modules again."""
+    """Whether autograd is running a backward, in which checkpointing may recompute modules."""
     return current_graph_task_id() != -1
 
 
 def selective_region() -> Any:
-    """The region of selective checkpointing that is being run, or run again; None outside."""
+    """The region of selective checkpointing that is being run or recomputed; None outside."""
     return next((mode for mode in dispatch_modes() if isinstance(mode, SELECTIVE_MODES)), None)
 
 
@@ -61,8 +61,8 @@ class Context:
     """What the modules on one mesh know of the step that they are a part of.
 
     Nothing in it depends on when a rank collects garbage: whatever decides about a collective is
-    held strongly, and let go at points that every rank passes, the beginning and the end of a
-    model's forward and of a backward.
+    held by a strong reference and released at points that every rank passes, the beginning and the
+    end of a model's forward and of a backward.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -70,38 +70,39 @@ class Context:
         self.tokens: Sizes | None = None
         """Batch and sequence size of the tokens under way, as far as they are known.
 
-        What a local tensor that nothing else is known of is a part of, so that no sizes cross the
-        wire; a shard that does not fit them is an error. The embedding, where every rank holds the
-        whole ids, writes them, and so does each module that is handed tensors of known sizes: of an
-        encoder and a decoder, or a block that is computed again for backward, the one that runs.
-        A user says them by :class:`~torch_tp2d.token_sizes`.
+        A local tensor of unknown origin is taken for a shard of these tokens, so that the ranks
+        need not exchange sizes; a shard that does not fit them is an error. They are written by the
+        embedding, where the ids are replicated, and by each module that is given tensors of known
+        sizes: with an encoder and a decoder, or a block that is recomputed for backward, they are
+        those of the module that runs. A user sets them by :class:`~torch_tp2d.token_sizes`.
         """
         self.running: Pass | None = None
-        """The forward of a model that runs, if :func:`torch_tp2d.parallelize_module` knows it."""
+        """The running forward, of a model that :func:`torch_tp2d.parallelize_module` was given."""
         self.gathered = TensorMemo()
-        """Inputs that were gathered, for others that are given the same tensor."""
+        """Gathered inputs, for other modules that are given the same tensor."""
         self.twins = TensorMemo()
-        """What styles take in the place of an input that was gathered for a module around them."""
+        """What styles use instead of an input that was gathered for a module around them."""
         self.compared: WeakSet[nn.Module] = WeakSet()
-        """Modules whose inputs from outside were compared over the rows."""
+        """Modules whose inputs from outside the plan were compared over the mesh rows."""
         self.backwards: dict[int, Backward] = {}
-        """The backward passes that run, by autograd's number of them."""
+        """The running backward passes, by autograd's graph task id."""
         self.in_attention = False
-        """Whether an :class:`~torch_tp2d.Attention2D` runs a module: inside are this rank's heads.
+        """Whether an :class:`~torch_tp2d.Attention2D` runs its module, which has this rank's heads.
 
-        A plan says so beforehand, but torch's own ``parallelize_module`` applies each style alone.
+        Our plans tell the styles inside when they are applied, but torch's own
+        ``parallelize_module`` applies each style alone.
         """
         self.fuses = False
         """Whether a Linear on the mesh leaves transfers along ``tp_col`` to fused operators.
 
-        What a module around it has to gather is then left to it.
+        Then a module around the Linear leaves the gather of its input to it as well.
         """
         self.keys_drawn = 0
-        """How many keys of dropout the ranks of the mesh have drawn."""
+        """How many dropout keys the ranks of the mesh have drawn."""
         self.accumulation = Accumulation()
-        """What micro-batches keep for the last of a step."""
+        """What the micro-batches of a step keep for the last one."""
         self.attribute: Attribute | None = None
-        """Set by who asks for which module a transfer is (:mod:`torch_tp2d.planner.trace`)."""
+        """Set while transfers are attributed to modules (:mod:`torch_tp2d.planner.trace`)."""
 
     def __repr__(self) -> str:
         under_way = [] if self.running is None else [repr(self.running)]
@@ -111,7 +112,7 @@ class Context:
         return f"Context(mesh={self.of}, tokens={self.tokens}, {said})"
 
     def on_behalf_of(self, module: nn.Module | None = None) -> OnBehalf:
-        """What is to be entered around what is done ahead for a module, or put off by one.
+        """A context to enter around work that is done ahead for a module, or deferred by it.
 
         Args:
             module: None is the one that runs now.
@@ -119,23 +120,23 @@ class Context:
         return nullcontext if self.attribute is None else self.attribute(module)
 
     def forget(self) -> None:
-        """A forward begins or has ended: nothing that was kept of another is of use."""
+        """Drop what was kept of a forward; called when one begins or has ended."""
         self.gathered.clear()
         self.twins.clear()
 
 
 class TensorMemo:
-    """Something for each of some tensors, for as long as the tensor lives and is not changed."""
+    """Maps tensors to values; an entry is valid while its tensor lives and is not changed."""
 
     def __init__(self) -> None:
         self._entries = WeakIdKeyDictionary()
 
     def put(self, x: Tensor, key: Any, value: Any) -> None:
-        """Keep ``value`` for ``x``, in place of what was kept."""
+        """Keep ``value`` for ``x``, replacing an earlier value."""
         self._entries[x] = (key, _state(x), value)
 
     def get(self, x: Tensor, key: Any) -> Any:
-        """What was put for this very tensor under the same key; None if it was changed since."""
+        """The value put for this very tensor under the same key; None if it was changed since."""
         entry = self._entries.get(x)
         if entry is None or entry[0] != key or entry[1] != _state(x):
             return None
@@ -147,7 +148,7 @@ class TensorMemo:
 
 
 def _state(x: Any) -> tuple[Any, ...]:
-    """What changes if a tensor is changed in a way that torch can see."""
+    """A state that differs once a tensor is changed in a way that torch sees."""
     return x.requires_grad, torch.is_grad_enabled(), selective_region(), *versions(x)
 
 
@@ -157,8 +158,8 @@ _contexts = WeakIdKeyDictionary()
 def context_of(mesh: DeviceMesh) -> Context:
     """The context of a mesh.
 
-    All slices of one ``init_device_mesh`` share theirs; another mesh has its own, though the two
-    compare equal, so that a model without an embedding can have one.
+    All slices of one ``init_device_mesh`` have one context. Another mesh has its own, even if the
+    two compare equal, so that a model without an embedding can be given one for itself.
     """
     root = root_mesh(mesh)
     if root not in _contexts:

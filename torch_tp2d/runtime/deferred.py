@@ -1,8 +1,8 @@
-"""Tensors whose value is still on its way: gathers that travel, products not yet multiplied.
+"""Tensors whose value is still to come: gathers under way, products not yet multiplied.
 
-They let a transfer and the matmul beside it be written apart, in different autograd nodes, and
-still run together: who needs a tensor takes it piece by piece as it comes, and anybody else, user
-code between two styles say, gets an ordinary tensor, because every operation on a
+With them a transfer and the matmul that overlaps with it can be written separately, in different
+autograd nodes. An operation that knows of them uses the tensor piece by piece as it arrives; any
+other, such as user code between two styles, gets an ordinary tensor, because every operation on a
 :class:`Deferred` waits for its value first. ``torch.compile`` never sees one, only a
 :class:`Transfer` that begins and ends in one autograd node.
 """
@@ -63,7 +63,7 @@ class Deferred(Tensor):
         raise NotImplementedError
 
     def own_value(self) -> Tensor:
-        """The tensor itself, for somebody who may write into it."""
+        """The tensor itself, for an operation that may write into it or keep a view of it."""
         return self.value()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -99,18 +99,18 @@ class _Arriving(NamedTuple):
 class Transfer:
     """``x`` gathered along an axis, in pieces of rows.
 
-    Under way from the beginning, but along an axis that fuses: there the first product gathers
-    (:meth:`multiply`), or whoever asks before.
+    It starts at once, except along an axis that fuses: there the first product gathers
+    (:meth:`multiply`), unless the value is asked for before.
 
     Args:
         x: this rank's shard, ``sizes[axis.index]`` long in ``dim``.
     """
 
     shard: Tensor | None
-    """``x``, until somebody keeps the whole for backward."""
+    """``x``; set to None when the gathered tensor is kept for backward instead."""
 
     def __init__(self, x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> None:
-        # Detached: x may refer to what is gathered from it.
+        # Detached, as x's graph may refer to the gathered tensor.
         self.shard = x = x.detach()
         self.again = Again(dim, sizes, axis)
         self.dim = dim
@@ -120,7 +120,7 @@ class Transfer:
         self.shape = self.whole.shape
         self.waits_for_product = axis.fuses_shards(sizes)
         self.comes_whole = self.waits_for_product or axis.moves_evenly(sizes)
-        """Not in pieces: it is for :meth:`multiply`."""
+        """Whether it arrives in one piece, for :meth:`multiply`."""
         self._in_shards = not (axis.transport.cuts or self.comes_whole) and axis.own_apart
         self._coming: Pending | None = None
         if not self.waits_for_product:
@@ -128,7 +128,7 @@ class Transfer:
 
     @property
     def brings_shards(self) -> bool:
-        """Whether its pieces, not taken yet, are each rank's shard as it lies, this one's first."""
+        """Whether its pieces, not yet taken, are entire shards, this rank's first."""
         return self._in_shards and self._coming is not None
 
     def _start(self, x: Tensor) -> None:
@@ -152,7 +152,7 @@ class Transfer:
             self.pieces.appendleft(_Arriving(0, only_own(sizes, axis), dim, Pending(x)))
 
     def multiply(self, b: Tensor) -> Tensor:
-        """``a[..., P] b[P, Q]`` of the whole; along an axis that fuses, the first gathers it."""
+        """``a[..., P] b[P, Q]`` of the gathered ``a``; on a fusing axis the first call gathers."""
         if not self.waits_for_product:
             return self.value() @ b
         dim, _, axis = self.again.along
@@ -163,7 +163,7 @@ class Transfer:
         return product
 
     def arrivals(self, *, if_used: bool = False) -> Iterator[Piece]:
-        """The pieces that nobody has taken yet, each when it is there; this rank's own first."""
+        """The pieces not taken so far, each as it arrives, this rank's own first."""
         if self.waits_for_product:
             assert self.shard is not None
             self.waits_for_product = False
@@ -197,35 +197,36 @@ class Transfer:
                 yield Piece(dim, self.offsets, 0, counts, shard, dim)
 
     def value(self, *, if_used: bool = False) -> Tensor:
-        """The whole, when all of it is there."""
+        """Wait for all pieces and return the gathered tensor."""
         for _ in self.arrivals(if_used=if_used):
             pass
         return self.whole.value()
 
 
 class Again:
-    """Makes a transfer anew, one for all who ask until it is :meth:`done`."""
+    """Repeats a transfer for backward, once for all modules that ask before it is :meth:`done`."""
 
     def __init__(self, dim: int, sizes: Sequence[int], axis: Axis) -> None:
         self.along = dim, sizes, axis
         self._current: Transfer | None = None
 
     def transfer(self, shard: Tensor) -> Transfer:
-        """The new transfer of ``shard``."""
+        """The repeated transfer of ``shard``, started if it is not under way."""
         if self._current is None:
             self._current = Transfer(shard, *self.along)
         return self._current
 
     def done(self) -> None:
-        """Nobody will ask for the same one any more."""
+        """Forget the transfer, as no module will ask for it any more."""
         self._current = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of the ranks' shards: ``counts[r]`` of rank ``r``'s from its ``start`` on.
+    """Some rows of the ranks' shards: ``counts[r]`` of rank ``r``'s, from its ``start`` on.
 
-    ``rows`` has the gathered ``dim`` at ``at``, ``sum(counts)`` long.
+    A row is one index of the gathered ``dim``, which is dim ``at`` of ``rows``, ``sum(counts)``
+    long.
     """
 
     dim: int
@@ -236,18 +237,18 @@ class Piece:
     at: int
 
     def of(self, other: Tensor) -> Tensor:
-        """The same rows of another tensor that is as long in the dim, ``[tokens, features]``."""
+        """The same rows of another tensor of the same length in ``dim``, ``[tokens, features]``."""
         return rows_of(other, self.dim, self.offsets, self.start, self.counts, self.at)
 
     def place_in(self, out: Tensor) -> Tensor:
-        """Where in ``out`` belongs what is made of one rank's rows."""
+        """The view of ``out`` for the result of a piece that has one rank's rows only."""
         [(offset, count)] = [
             (at, count) for at, count in zip(self.offsets, self.counts, strict=True) if count
         ]
         return out.narrow(self.dim, offset + self.start, count)
 
     def put(self, rows: Tensor, out: Assembly) -> None:
-        """Write what was made of the piece's rows to their places in ``out``."""
+        """Write the result computed from the piece's rows to its places in ``out``."""
         done = 0
         for offset, count in zip(self.offsets, self.counts, strict=True):
             if count:
@@ -264,9 +265,9 @@ def rows_of(
     counts: Sequence[int],
     at: int = 0,
 ) -> Tensor:
-    """Of each of the shards at ``offsets`` some rows from ``start`` on: ``[tokens, features]``.
+    """``counts`` rows of the shards at ``offsets``, from ``start`` on, as ``[tokens, features]``.
 
-    In the order that they have where the dim is at ``at``.
+    The tokens are in the order of a tensor that has ``dim`` moved to ``at``.
     """
     blocks = [
         x.narrow(dim, offset + start, count).movedim(dim, at)
@@ -276,15 +277,15 @@ def rows_of(
     if not blocks:
         return x.new_empty(0, x.shape[-1])
     rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks, at)
-    # Not -1: a rank may have no features at all.
+    # Not reshape(-1, ...), which fails on a rank without features.
     return rows.reshape(math.prod(rows.shape[:-1]), x.shape[-1])
 
 
 class Gathering(Deferred):
-    """A tensor that a :class:`Transfer` is bringing. Several may share one.
+    """A tensor that a :class:`Transfer` brings. Several may have the same transfer.
 
-    Views of it, and what writes into it, are given a copy: the styles that share the transfer go on
-    with what was gathered.
+    Views and operations that write get a copy, so that the styles that have the same transfer are
+    not affected.
     """
 
     transfer: Transfer
@@ -316,10 +317,10 @@ class Gathering(Deferred):
 
 
 class Products(Deferred):
-    """The sum of products ``c b^T``, each ``c[..., Q] b[P, Q]^T``, of a gathered input's users.
+    """The gradient of a gathered input: a sum of products ``c[..., Q] b[P, Q]^T`` of its users.
 
-    The gradient of a gathered input: left unmultiplied so that it can be computed piece by piece
-    while the pieces before travel back. Sums of these, as q, k and v make, stay unmultiplied.
+    It is left unmultiplied so that each piece can be computed while the pieces before it travel
+    back. Sums of such gradients, as q, k and v make, stay unmultiplied.
     """
 
     terms: tuple[tuple[Tensor, Tensor], ...]
@@ -353,11 +354,11 @@ class Products(Deferred):
 
 
 class LazyResult(Deferred):
-    """A tensor that ``make`` makes when somebody needs it.
+    """A tensor that ``make`` computes when it is first used.
 
     Args:
-        shape: of the tensor.
-        like: has its dtype and device.
+        shape: the tensor's shape.
+        like: a tensor of its dtype and device.
     """
 
     @staticmethod

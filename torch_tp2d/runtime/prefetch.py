@@ -1,15 +1,14 @@
-"""Taking up parameters before they are needed: the next modules', during this one.
+"""Preparing parameters before they are needed: those of the next modules, during this one.
 
-Their weights are gathered then, as FSDP2 does. And in backward the nodes that wait for the
-gradients of parameters come late, since autograd runs first what was made last: what those wait
-for has arrived by then.
+This has two effects. The weights of the next modules are gathered ahead, as FSDP2 does. And in
+backward the nodes that wait for the reductions of parameters' gradients run later, since autograd
+runs the nodes made last first: by then the reductions have arrived.
 
-Which modules come next is what came next in the model's forward before; in backward
-(:mod:`~torch_tp2d.runtime.regather`), what ran before in this forward. Every rank has seen the
-same, so every rank starts the same gathers in the same order. Nothing is taken up for longer than
-one forward of the model that :func:`torch_tp2d.parallelize_module` was called with, nor across a
-hook of the user's: whatever changes parameters between two forwards, or in a hook, comes into
-force.
+The modules that come next are predicted from the model's previous forward, and in backward
+(:mod:`~torch_tp2d.runtime.regather`) from this forward. Every rank has seen the same order, so
+every rank starts the same gathers in the same order. Nothing is prepared for longer than one
+forward of the model that :func:`torch_tp2d.parallelize_module` was called with, nor across a hook
+of the user's, so that changes of parameters between two forwards, or in a hook, take effect.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 AHEAD = 8
-"""How many modules ahead: those of a transformer's layer."""
+"""How many modules ahead parameters are prepared: as many as a transformer layer has."""
 
 
 @dataclass
@@ -49,8 +48,8 @@ class Prepared:
     """A module's parameters as its op takes them.
 
     Args:
-        gather: starts the gather of the weight, where one is to be gathered.
-        sources: values of which the parameters are, or will be, a copy.
+        gather: starts the gather of the weight; None if there is nothing to gather.
+        sources: the tensors whose values the operands are, or will be, copied from.
     """
 
     weight: Tensor | None
@@ -62,35 +61,38 @@ class Prepared:
     _moving: Pending | None = None
 
     def start(self) -> None:
-        """Start the gather, if there is one to be started."""
+        """Start the gather, unless there is none or it has started."""
         if self._moving is None and self.gather is not None:
             with self.on_behalf():
                 self._moving = self.gather()
 
     @property
     def moving(self) -> Pending:
-        """The weight's gather."""
+        """The gather of the weight, which has to have started."""
         assert self._moving is not None
         return self._moving
 
     def drop(self) -> None:
-        """Nobody will take it."""
+        """Await the gather, if it has started, as its result will not be used."""
         if self._moving is not None:
             self._moving.wait()
 
     def remember(self) -> None:
-        """Remember the values, for :meth:`changed`."""
+        """Copy the current values of ``sources``, for :meth:`changed`."""
         copies = map(copy_to_compare, self.sources)
         pairs = zip(self.sources, copies, strict=True)
         self._then = [(source, then) for source, then in pairs if then is not None]
 
     def changed(self) -> bool:
-        """Whether a parameter was changed since, though torch did not see it."""
+        """Whether a parameter was changed since :meth:`remember`, even if torch did not see it."""
         return not all(same_bits(source, then) for source, then in self._then)
 
 
 class _Seen:
-    """What parameters that were taken up depend on. It holds them: an id may be given anew."""
+    """The state that prepared parameters depend on.
+
+    It holds the parameters themselves, as an id can be reused once an object is freed.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         found = (getattr(module, name, None) for name in ("weight", "bias"))
@@ -111,18 +113,18 @@ def _autocast(params: Sequence[Tensor]) -> torch.dtype | None:
 
 
 class Pass:
-    """One forward of a model: what is foreseen of it, and what was taken up ahead.
+    """One forward of a model: the order that is foreseen for it, and what was prepared ahead.
 
     Args:
-        foreseen: the modules in the order in which they ran before.
-        open_after: of each, whether the next one may be taken up before it has run.
+        foreseen: the modules in the order of the previous forward.
+        open_after: for each module, whether the next one may be prepared before it has run.
     """
 
     def __init__(self, foreseen: Sequence[nn.Module], open_after: Sequence[bool]) -> None:
         self.foreseen, self.open_after = foreseen, open_after
         self.ran: list[nn.Module] = []
         self.selective: list[bool] = []
-        """Of those that ran, whether in a region of selective checkpointing."""
+        """For each module in ``ran``, whether it ran in a region of selective checkpointing."""
         self.last_regather: WeightRegather | None = None
         self._as_foreseen = bool(foreseen)
         self._ahead: deque[tuple[_Seen, Prepared]] = deque()
@@ -131,17 +133,17 @@ class Pass:
         return f"Pass({len(self.ran)} modules of {len(self.foreseen)}, {len(self._ahead)} ahead)"
 
     def take(self, module: nn.Module, prepare: Callable[[Any], Prepared]) -> Prepared:
-        """Parameters of the module that is about to run, and those of the next ones."""
+        """Return the parameters of the module that is about to run, and prepare the next ones."""
         at, selective = len(self.ran), selective_region() is not None
         self.ran.append(module)
         self.selective.append(selective)
         begins = not self._ahead
         if self._as_foreseen and (at >= len(self.foreseen) or self.foreseen[at] is not module):
-            # Not the order of last time: what was taken up ahead may never be asked for.
+            # The order differs from the previous one: what was prepared may never be asked for.
             self._as_foreseen = False
             self.drop()
         if selective:
-            # What is cached there has to be what runs again in backward: this module's own.
+            # The region caches what the recomputation in backward runs: this module's ops only.
             self.drop()
         ready = None
         if self._ahead:
@@ -162,12 +164,12 @@ class Pass:
         if self._as_foreseen and not selective:
             self._look_ahead(at)
             if begins:
-                # Nothing else is under way yet.
+                # No other transfer is under way yet.
                 self.gather_ahead()
         return ready
 
     def _look_ahead(self, at: int) -> None:
-        """Take up the parameters of the modules that follow the one at ``at``."""
+        """Prepare the parameters of the modules that follow the one at ``at``."""
         next_one = at + 1 + len(self._ahead)
         while len(self._ahead) < AHEAD and next_one < len(self.foreseen):
             if not all(self.open_after[at:next_one]):
@@ -191,7 +193,7 @@ class Pass:
             ready.start()
 
     def drop(self) -> None:
-        """Nobody will take what was taken up ahead."""
+        """Discard everything that was prepared ahead."""
         for _, ready in self._ahead:
             ready.drop()
         self._ahead.clear()
@@ -200,10 +202,10 @@ class Pass:
 def prepare_parameters(
     module: nn.Module, prepare: Callable[[Any], Prepared], context: Context
 ) -> Prepared:
-    """What ``prepare`` makes of a module that is about to run, ahead of time if it was foreseen.
+    """The prepared parameters of a module that is about to run, from ahead of time if foreseen.
 
     Args:
-        prepare: takes up a module's parameters; the method of that name of the module's runner.
+        prepare: prepares a module's parameters; the method of that name of the module's runner.
     """
     running = context.running
     if running is None or torch.compiler.is_compiling() or in_backward():
@@ -217,7 +219,7 @@ def prepare_parameters(
 class Forward:
     """The forwards of one model: hooks that begin and end a :class:`Pass`.
 
-    Of nested models the outermost one counts. A copy of a model has an order of its own.
+    Where such models are nested the outermost one counts. A copy of a model starts with no order.
     """
 
     def __init__(self, context: Context) -> None:
@@ -240,7 +242,7 @@ class Forward:
             return
         context = self.context
         outer = context.running
-        # One of this model's own that still runs was left by an interrupt.
+        # A pass of this model's own that still runs was left behind by an interrupt.
         if in_backward() or (outer is not None and outer not in self._begun):
             self._begun.append(None)
             return
@@ -269,9 +271,9 @@ class Forward:
         self._restore_in_backward(output)
 
     def _restore_in_backward(self, output: Any) -> None:
-        """Modules that checkpointing runs again work on the tokens of this forward.
+        """Let backward set the token sizes of this forward, for modules that it recomputes.
 
-        Another forward, of a batch of another size, may have been run by then.
+        By then another forward, of a batch of another size, may have run.
         """
         context, tokens = self.context, self.context.tokens
         if not torch.is_grad_enabled():
@@ -281,7 +283,7 @@ class Forward:
             backward = backward_of(context)
             if not backward.of_pass:
                 backward.of_pass = True
-                # What runs after it is not of these tokens.
+                # What runs after this backward has the tokens that were known before it.
                 after = partial(setattr, context, "tokens", context.tokens)
                 backward.at_end += [context.forget, after]
             if tokens is not None:
@@ -295,7 +297,7 @@ class Forward:
 def _crossings(
     root: nn.Module, order: Sequence[nn.Module]
 ) -> list[tuple[list[nn.Module], list[nn.Module]]]:
-    """What is left, and what is entered, on the way from each module to the one that follows."""
+    """The modules left, and those entered, between each module and the one that runs next."""
     paths: dict[int, list[nn.Module]] = {}
 
     def visit(module: nn.Module, above: list[nn.Module]) -> None:
@@ -315,17 +317,17 @@ def _crossings(
 
 
 def _crosses_hooks(left: Sequence[nn.Module], entered: Sequence[nn.Module]) -> bool:
-    """Whether code of the user's runs there, which may change parameters."""
+    """Whether hooks of the user's, which may change parameters, run between two modules."""
     hooks = [*map(forward_hooks, left), *map(forward_pre_hooks, entered)]
     return any(_is_users(hook) for of_module in hooks for hook in of_module.values())
 
 
 def _begins_unit(entered: Sequence[nn.Module], after: nn.Module) -> bool:
-    """Whether a unit of FSDP2's begins there, or may.
+    """Whether an FSDP2 unit begins, or may begin, between two modules.
 
-    Its parameters may lie whole before, as ``reshard_after_forward=False`` and ``unshard()`` leave
-    them. But what is taken up before the unit begins gets its gradient after FSDP2 has reduced
-    those of the unit.
+    The unit's parameters may be unsharded before it begins, by ``reshard_after_forward=False`` or
+    ``unshard()``. But parameters prepared before that get their gradients only after FSDP2 has
+    reduced those of the unit.
     """
     kinds = (kind for module in (*entered, after) for kind in type(module).__mro__)
     return any(kind.__name__ == "FSDPModule" for kind in kinds)

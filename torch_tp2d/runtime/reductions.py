@@ -1,4 +1,4 @@
-"""Sums of parameters' gradients, which nothing waits for until backward is nearly over."""
+"""Reductions of parameters' gradients, which nothing waits for until backward is nearly over."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ __all__ = ["Backward", "PendingReduction", "backward_of", "of_pass", "summed"]
 
 
 class PendingReduction:
-    """A sum over ranks that is not urgent, as of a parameter's gradient.
+    """A sum over ranks that is not urgent, such as that of a parameter's gradient.
 
-    Backward computes it while more urgent transfers travel (:meth:`Backward.compute_reductions`),
-    and sends it when none does (:meth:`Backward.start_reductions`): beside an urgent one it would
-    take half of the link. All ranks come to both in the same order.
+    Backward computes this rank's part while more urgent transfers are under way
+    (:meth:`Backward.compute_reductions`), and sends it when none is
+    (:meth:`Backward.start_reductions`): beside an urgent transfer it would take half of the link.
+    Both happen in the same order on all ranks.
 
     Args:
-        part: this rank's, or what computes it.
-        send: starts its way.
+        part: this rank's partial sum, or a function that computes it.
+        send: starts the reduction of the partial sum.
     """
 
     def __init__(
@@ -42,20 +43,20 @@ class PendingReduction:
         backward.pending.append(self)
 
     def compute(self) -> None:
-        """Make this rank's part."""
+        """Compute this rank's part, if that is not done."""
         if callable(self.part):
             with self._on_behalf():
                 self.part = self.part()
 
     def send(self) -> None:
-        """Send this rank's part, if it is not sent yet."""
+        """Start the reduction, if it has not started."""
         self.compute()
         if isinstance(self.part, Tensor):
             with self._on_behalf():
                 self._pending, self.part = self._send(self.part), None
 
     def value(self) -> Tensor:
-        """The sum. Asking for one sends the others too, that they travel meanwhile."""
+        """Wait for the sum. The other pending reductions are started too, so that they overlap."""
         if self._pending is None:
             self._backward.start_reductions()
             self.send()
@@ -64,26 +65,26 @@ class PendingReduction:
 
 
 class Backward:
-    """One run of autograd's engine, and the transfers that it has still to start or to await."""
+    """One run of autograd's engine, and the transfers that it still has to start or await."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.pending: list[PendingReduction] = []
         self.at_end: list[Callable[[], None]] = []
-        """Called when it is over: what was started and nobody took is awaited then."""
+        """Called when the backward is over, such as to await transfers that were not used."""
         self.of_pass = False
-        """Whether it is of a forward that began and ended a :class:`~.prefetch.Pass`."""
+        """Whether it belongs to a forward that ran as a :class:`~.prefetch.Pass`."""
 
     def __repr__(self) -> str:
         return f"Backward({len(self.pending)} sums pending, {len(self.at_end)} calls at its end)"
 
     def compute_reductions(self) -> None:
-        """Compute what is pending: best between starting a transfer and waiting for it."""
+        """Compute the pending parts: best between starting a transfer and waiting for it."""
         for reduction in self.pending:
             reduction.compute()
 
     def start_reductions(self) -> None:
-        """Send what is computed: best when no other transfer is under way."""
+        """Send the parts that are computed: best when no other transfer is under way."""
         waiting, self.pending = self.pending, []
         for reduction in waiting:
             if callable(reduction.part):
@@ -92,7 +93,7 @@ class Backward:
                 reduction.send()
 
     def close(self) -> None:
-        """It is over."""
+        """End the backward: run the calls in :attr:`at_end`."""
         self.pending.clear()
         for call in self.at_end:
             call()
@@ -100,14 +101,14 @@ class Backward:
 
 
 def backward_of(context: Context) -> Backward:
-    """The backward that runs now; of a graph computed within another's backward, its own."""
+    """The backward that runs now; a backward that is run within another one has its own."""
     number = current_graph_task_id()
     found = context.backwards.get(number)
     if found is None:
         found = context.backwards[number] = Backward(context)
 
         def close() -> None:
-            # A forward that began in another thread meanwhile has let go of it.
+            # A forward that began in another thread meanwhile may have removed it.
             ended = context.backwards.pop(number, None)
             if ended is not None:
                 ended.close()
@@ -117,9 +118,10 @@ def backward_of(context: Context) -> Backward:
 
 
 def of_pass(context: Context) -> bool:
-    """Whether a :class:`~.prefetch.Pass` runs, or checkpointing runs a part of one again.
+    """Whether a :class:`~.prefetch.Pass` runs, or checkpointing recomputes a part of one.
 
-    What is shared within a pass has to be shared again, or the two would not do the same.
+    A recomputation has to reuse gathered inputs as the pass did, or the two would run different
+    operations.
     """
     if in_backward():
         return backward_of(context).of_pass
@@ -132,10 +134,10 @@ def summed(
     context: Context,
     like: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Small tensors that nothing waits for yet, summed over axes: all in one transfer for each.
+    """Sum small tensors that nothing waits for yet over axes, all in one transfer for each axis.
 
     Args:
-        like: has the dtype of the results; by default it is that of the parts.
+        like: a tensor of the dtype of the results; by default they have that of the parts.
     """
     there = [part for part in parts if part is not None]
     if not there:
@@ -155,7 +157,7 @@ def summed(
 
 
 def _over(part: Tensor, axes: Sequence[Axis], dtype: torch.dtype, context: Context) -> Tensor:
-    """``part`` summed over axes, deferred where there is no graph to trace."""
+    """``part`` summed over axes; deferred, except under ``torch.compile``."""
 
     def after(total: Tensor, axes: Sequence[Axis]) -> Tensor:
         for axis in axes:

@@ -1,7 +1,7 @@
-"""Weights gathered again for backward, ahead of the modules that need them there.
+"""Weights gathered a second time for backward, ahead of the modules that need them.
 
-Where the gathered weight of a forward was not kept, each module's gather starts while the one that
-ran after it computes.
+Where the forward did not keep a gathered weight, its gather for backward starts while backward
+computes the module that ran next in the forward.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .reductions import Backward
 __all__ = ["GATHERED_AHEAD", "WeightRegather", "is_whole"]
 
 GATHERED_AHEAD = 4
-"""The most gathered weights that wait for their turn."""
+"""The most weights gathered ahead of the modules that use them."""
 
 
 def is_whole(module: Any, mesh: DeviceMesh) -> bool:
-    """Whether a module's weight is there as it is, on every rank or on none.
+    """Whether a module's weight can be gathered along the mesh as it is; the same on all ranks.
 
-    FSDP2, if it shards the weight too, puts another on the module while its part is not gathered. A
-    parametrized weight is computed anew each time.
+    It cannot while FSDP2, which shards it too, has put its own shard on the module, nor if it is
+    parametrized and so computed anew at each use.
     """
     params = parameters_of(module)
     if "weight" not in params:
@@ -38,13 +38,13 @@ def is_whole(module: Any, mesh: DeviceMesh) -> bool:
 
 
 class WeightRegather:
-    """A weight's gather for backward, if the forward's was not kept.
+    """The gather of a weight for backward, where the forward's was not kept.
 
-    Those of one forward are a chain, from each to that of the module before it.
+    The gathers of one forward form a chain, each linked to that of the module that ran before.
 
     Args:
-        module: whose weight it is.
-        shard: of the weight.
+        module: the module whose weight it is.
+        shard: the weight's shard.
         gather: starts the gather of the shard.
     """
 
@@ -71,17 +71,17 @@ class WeightRegather:
 
     def _abandon(self) -> None:
         if self._moving is not None:
-            # This backward did not come here. Another may, and then gathers again.
+            # This backward has not used it. Another one may, and then starts a new gather.
             self._moving.wait()
             self._moving = None
 
     def take(self) -> Pending:
-        """This gather, started by now."""
+        """The gather for the module's own backward, started here if it was not before."""
         moving, self._moving, self._taken = self._moving, None, True
         return self._gather(self._shard) if moving is None else moving
 
     def start_those_before(self, backward: Backward) -> None:
-        """Start what backward comes to next: its gathers travel while this module computes."""
+        """Start the gathers of the modules next in backward, to overlap with this module."""
         link = self._before
         for _ in range(GATHERED_AHEAD):
             if link is None or not link._start(backward):

@@ -1,4 +1,4 @@
-"""What counts the changes of tensors: whether what was made of one is still good."""
+"""Telling whether a tensor was changed, so that what was computed from it is out of date."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["VersionGuard", "copy_to_compare", "same_bits", "versions"]
 
 
 def versions(x: Any) -> tuple[int | None, ...]:
-    """What counts the changes of a tensor that torch sees.
+    """The version counters of a tensor, which count the changes that torch sees.
 
-    Of a DTensor some count as the shard's alone. What was made in inference mode has no version.
+    Some changes of a DTensor count only for its shard, so a DTensor has both counters. A tensor
+    made in inference mode has none.
     """
     inside = local_tensor(x)
     of_shard = None if inside.is_inference() else version(inside)
@@ -25,17 +26,17 @@ def versions(x: Any) -> tuple[int | None, ...]:
 
 
 def copy_to_compare(x: Tensor) -> Tensor | None:
-    """The values of now, to be held against later ones, where looking at them costs little.
+    """A copy of the values, to compare later ones with; None where that is not possible or cheap.
 
-    On a CPU, elsewhere it stops the stream. Fake tensors have none.
+    On devices other than a CPU comparing would synchronize the stream. Fake tensors have no values.
     """
     looks = x.device.type == "cpu" and active_fake_mode() is None
     return x.clone() if looks else None
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of a shape hold the same, a NaN being the same as itself."""
-    # As bytes: torch.equal finds a NaN unequal to itself.
+    """Whether two tensors of one shape hold the same values, with a NaN equal to itself."""
+    # Compared as bytes, since torch.equal takes a NaN for unequal to itself.
     return a.numel() == 0 or torch.equal(
         a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
     )
@@ -48,7 +49,7 @@ class VersionGuard:
         self.param, self.versions = param, versions(param)
 
     def check(self) -> None:
-        """Raises a RuntimeError, as torch does, if the parameter was changed since."""
+        """Raise a RuntimeError, as torch does, if the parameter was changed since."""
         if versions(self.param) != self.versions:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.param.shape)} needed for gradient computation "

@@ -1,4 +1,4 @@
-"""Attention over a sequence that the ranks of an axis split: schedules on local shards.
+"""Attention over a sequence that is sharded along an axis: schedules on local shards.
 
 ===============  =================================================================  =============
 algorithm        what moves                                                         scores held
@@ -10,8 +10,8 @@ algorithm        what moves                                                     
                  the maxima and sums of the softmax
 ===============  =================================================================  =============
 
-All of them know which positions of the sequence a rank holds (:class:`.order.Order`), so that a
-causal mask needs no tensor.
+All of them know which positions of the sequence each rank holds (:class:`.order.Order`), so that
+causal attention needs no mask tensor.
 """
 
 from .heads import Heads, check_groups

@@ -1,15 +1,15 @@
-"""Attention of some queries to one block of keys, and its gradient given the whole's softmax.
+"""Attention of some queries to one block of keys, and its gradient.
 
-A block's output ``o`` with the logarithm ``l`` of its sum of exponentials can be merged with
-another's: ``exp(l1 - l) o1 + exp(l2 - l) o2`` with ``l = log(exp(l1) + exp(l2))``. Backward, given
-the output and ``l`` of all blocks together, gives each block's share of the gradients. The fused
-kernels take and give just that, and they are used where they can be
-(:mod:`torch_tp2d.ops.attention.kernels`; those of CUDA not tried: no GPU was at hand). Elsewhere,
-and where a mask has a gradient, the scores of a block are written out.
+A block's output ``o`` and its lse ``l``, the logarithm of its sum of exponentials, can be merged
+with another block's: ``exp(l1 - l) o1 + exp(l2 - l) o2`` with ``l = log(exp(l1) + exp(l2))``. Given
+the output and ``l`` over all blocks, backward computes the gradients that come from each block. The
+fused kernels have just this interface and are used where possible
+(:mod:`torch_tp2d.ops.attention.kernels`; those of CUDA were not tried for lack of a GPU).
+Elsewhere, and where a mask needs a gradient, the scores of a block are materialised.
 
-torch's own ring (``torch.distributed.tensor.experimental.context_parallel``) is made of the same
-kernels, but has no rule for a CPU's, takes neither masks nor uneven shards, and means one mesh dim
-of its own: hence this one.
+torch's own ring (``torch.distributed.tensor.experimental.context_parallel``) uses the same kernels,
+but has no rule for the CPU's, supports neither masks nor uneven shards, and needs a mesh dim of its
+own. Hence this module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Grads(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over blocks are kept in."""
+    """The dtype in which sums over blocks are kept."""
     return torch.float32 if dtype in _HALVES else dtype
 
 
@@ -55,13 +55,13 @@ def repeat_heads(x: Tensor, heads: tuple[int, ...] | None) -> Tensor:
     """A key or value for each query head: ``x[:, heads]``."""
     if heads is None:
         return x
-    # Not by an index tensor, which would be copied to the device for each layer.
+    # No index tensor: it would be copied to the device in each layer.
     shared = [x.narrow(1, head, 1).expand(-1, count, -1, -1) for head, count in _uses(heads)]
     return torch.cat(shared, 1) if shared else x.narrow(1, 0, 0)
 
 
 def sum_repeated_heads(grad: Tensor, heads: tuple[int, ...] | None, count: int) -> Tensor:
-    """The gradient of ``x`` of ``count`` heads from that of ``repeat_heads(x, heads)``."""
+    """The gradient of ``x``, of ``count`` heads, from that of ``repeat_heads(x, heads)``."""
     if heads is None:
         return grad
     total = grad.new_zeros(grad.shape[0], count, *grad.shape[2:])
@@ -73,14 +73,14 @@ def sum_repeated_heads(grad: Tensor, heads: tuple[int, ...] | None, count: int) 
 
 
 def _uses(heads: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Each head, in ascending order, and by how many it is used."""
+    """Each key head, in ascending order, and the number of query heads that use it."""
     return [(head, len(list(uses))) for head, uses in groupby(heads)]
 
 
 def scores_of(
     query: Tensor, key: Tensor, mask: Tensor | None, hidden: Tensor | None, scale: float
 ) -> Tensor:
-    """``query key^T`` scaled and masked, in fp32 at least; ``hidden`` is True where not to look."""
+    """``query key^T``, scaled and masked, in fp32 at least; ``hidden`` is True at masked keys."""
     dtype = wide(query.dtype)
     scores = (query.to(dtype) @ key.to(dtype).mT) * scale
     if mask is not None:
@@ -93,7 +93,7 @@ def scores_of(
 
 
 def _behind(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """What a causal mask hides of a block whose queries and keys are the same positions."""
+    """True where a causal mask hides keys of a block with equal query and key positions."""
     if not causal:
         return None
     shape = query.shape[-2], key.shape[-2]
@@ -118,16 +118,16 @@ def attend(
     scale: float,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Queries attend to one block of keys.
+    """Attention of queries to one block of keys.
 
     Args:
-        query, key, value: ``[batch, heads, length, features]``, of as many heads.
-        mask: 4-dim, broadcast; bool (True: look) or added to the scores.
-        causal: no look at keys behind the query; both are then the same positions.
-        exact: do without fused kernels.
+        query, key, value: ``[batch, heads, length, features]``, of equally many heads.
+        mask: 4-dim, broadcast; bool (True: attend) or added to the scores.
+        causal: no query attends to later keys; queries and keys are then at the same positions.
+        exact: do not use fused kernels.
 
     Returns:
-        The output, and ``[batch, heads, queries]`` the logarithms, ``-inf`` where nothing is seen.
+        The output, and the lse ``[batch, heads, queries]``, ``-inf`` for a query without keys.
     """
     kernel = None if exact else kernel_for(query, key, value, mask is not None)
     if kernel is not None:
@@ -152,10 +152,10 @@ def attend_backward(
     exact: bool,
     mask_grad: bool,
 ) -> Grads:
-    """A block's share of the gradients.
+    """The gradients that come from one block of keys.
 
     Args:
-        grad, out, log: of all blocks together.
+        grad, out, log: the output's gradient, the output and the lse over all blocks.
     """
     log = _finite(log)
     kernel = None if exact else kernel_for(query, key, value, mask is not None)
@@ -185,18 +185,18 @@ def attend_to_all(
     scale: float,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """``scaled_dot_product_attention``, which has a gradient where there is nothing to compute.
+    """``scaled_dot_product_attention`` whose result has a graph even if it is empty.
 
-    A rank may have no heads or no queries. torch's own result then depends on nothing, and the
-    backward of what made the keys, which other ranks wait for, would not run.
+    A rank may have no heads or no queries. The result of torch's function then has no graph, and
+    the backward of the keys, whose collectives other ranks wait for, would not run.
 
     Args:
-        drop: dropout of the weights ``[batch, heads, queries, keys]``, which are written out for
+        drop: dropout of the weights ``[batch, heads, queries, keys]``, which are materialised for
             it, as torch itself does on a CPU.
     """
     if drop is not None and query.numel():
         scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
-        # Zeros where nothing is seen. Of all this only the weights are kept for backward.
+        # Zeros for queries without keys. Backward keeps only the weights of these intermediates.
         weights = safe_softmax(scores, -1, wide(scores.dtype))
         return (drop(weights) @ value.to(weights.dtype)).to(query.dtype)
     if query.numel():
@@ -210,7 +210,7 @@ def attend_to_all(
 
 
 def _finite(log: Tensor) -> Tensor:
-    """Where nothing is seen all scores are ``-inf``; less this they stay so."""
+    """``log`` with 0 for ``-inf``: scores of ``-inf`` stay so, where ``-inf - -inf`` is nan."""
     return log.masked_fill(log == -torch.inf, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Which heads a rank computes, where queries, or keys and values, may be whole along an axis."""
+"""The heads that a rank computes, where queries, or keys and values, may be replicated."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _HEADS = 1
 
 
 def check_groups(query: int, key: int) -> None:
-    """Raises a ValueError if the query heads cannot be shared out over the key heads."""
+    """Raise a ValueError if the query heads do not form equal groups over the key heads."""
     if query < 1 or key < 1 or query % key:
         raise ValueError(f"{query} query heads are no multiple of {key} key and value heads")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """``query`` heads attend to ``key`` heads, in groups, and ``axis`` shares them out.
+    """``query`` heads attend to ``key`` heads, in groups, and are distributed over ``axis``.
 
-    Heads that divide are split over the axis. Key heads that do not are whole on every rank, and
-    where the query heads do not all are: a rank then computes a share, an uneven one maybe.
+    Heads whose number the axis divides are sharded. Key heads that it does not divide are
+    replicated; if it does not divide the query heads, all heads are. A rank then computes some of
+    them, and not every rank equally many.
     """
 
     query: int
@@ -45,12 +46,12 @@ class Heads:
 
     @property
     def given(self) -> int:
-        """Query heads that a rank is given."""
+        """The number of query heads that a rank is given."""
         return self.query if self.whole_query else self.query // self.axis.size
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Query heads that the ranks compute."""
+        """The number of query heads that each rank computes."""
         return self.axis.split(self.query)
 
     @property
@@ -74,7 +75,7 @@ class Heads:
         return None if index == tuple(range(len(keys))) else index
 
     def once(self, key: Tensor) -> Tensor:
-        """A key or value whose heads the module may have repeated for each of their queries.
+        """Undo the repetition of key or value heads for their query heads, if the module did it.
 
         Raises:
             ValueError: for any other number of heads.
@@ -91,14 +92,14 @@ class Heads:
         )
 
     def own_query(self, x: Tensor) -> Tensor:
-        """This rank's heads of a query or a mask that has all of them."""
+        """This rank's heads of a query or mask; unchanged unless it has all query heads."""
         if x.shape[_HEADS] != self.query:
             return x
         own = self._own
         return x.narrow(_HEADS, own.start, len(own))
 
     def own_key(self, x: Tensor) -> Tensor:
-        """The key or value heads of this rank's queries; its gradient is a share of the whole's."""
+        """The key or value heads that this rank's queries use; their gradient is then partial."""
         if not self.whole_key:
             return x
         own = self._own_keys

@@ -1,8 +1,8 @@
-"""torch's fused attention kernels, as they take and give one block of keys.
+"""torch's fused attention kernels, applied to one block of keys.
 
-Each has a forward, whose output comes with the logarithms of the sums of exponentials, and a
-backward that takes the output and logarithms of all blocks together. What torch does around them in
-``scaled_dot_product_attention``, padding and contiguity, is done here where they are called
+The forward of each returns the output and the lse, the logarithms of the sums of exponentials. Its
+backward takes the output and lse over all blocks. The padding and the contiguous copies that
+``scaled_dot_product_attention`` makes around the kernels are made here, as they are called
 directly.
 """
 
@@ -30,19 +30,19 @@ __all__ = ["EFFICIENT", "FLASH", "FOR_CPU", "Block", "Kernel", "kernel_for"]
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ALIGNED_BYTES = 16
 _MASK_COLUMNS = 16
-"""The efficient kernel wants the rows of a mask to begin at multiples of this."""
+"""The efficient kernel requires the rows of a mask to begin at multiples of this."""
 _LOG_ROWS = 32
-"""Its logarithms come padded to a multiple of this."""
+"""The efficient kernel pads the lse to a multiple of this."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and one block of keys: ``[batch, heads, length, features]``, of as many heads.
+    """Queries and one block of keys: ``[batch, heads, length, features]``, of equally many heads.
 
     Args:
-        bias: added to the scores, ``[batch, heads, queries, keys]`` or broadcast but for the last
-            two dims.
-        causal: no look at keys behind the query; both are then at the same positions.
+        bias: added to the scores, ``[batch, heads, queries, keys]``; the first two dims may be
+            broadcast.
+        causal: no query attends to later keys; queries and keys are then at the same positions.
     """
 
     query: Tensor
@@ -54,19 +54,19 @@ class Block:
 
 
 class Kernel(Protocol):
-    """Attention to one block."""
+    """A kernel for attention to one block of keys."""
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        """The output, and ``[batch, heads, queries]`` the logarithms.
+        """The output, and the lse ``[batch, heads, queries]``.
 
-        They are 0 and ``-inf`` where nothing is seen.
+        They are 0 and ``-inf`` for a query that attends to no key.
         """
         ...
 
     def backward(
         self, block: Block, grad: Tensor, out: Tensor, log: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of query, key and value, a block's share of the gradients."""
+        """The gradients of query, key and value that come from this block of keys."""
         ...
 
 
@@ -78,7 +78,7 @@ class _ForCpu:
             scale=block.scale,
         )
         if block.bias is not None:
-            # The kernel says 0.
+            # The kernel returns 0 for queries that attend to no key.
             log = log.masked_fill(_nothing_seen(block.bias), -torch.inf)
         return out, log
 
@@ -107,7 +107,7 @@ class _Flash:
         self, block: Block, grad: Tensor, out: Tensor, log: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = (grad, block.query, block.key, block.value, out)
-        # Of dropout, which there is none of.
+        # The random state of dropout, which is not used.
         state = torch.empty(0, dtype=torch.uint64, device=grad.device)
         query_grad, key_grad, value_grad = flash_attention_backward(
             *(*map(_aligned, given), log.contiguous(), None, None),
@@ -118,7 +118,7 @@ class _Flash:
 
 
 class _Efficient:
-    """Single precision and masks, too."""
+    """Also single precision, and a bias."""
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         query, key, value = map(_aligned, (block.query, block.key, block.value))
@@ -138,9 +138,10 @@ class _Efficient:
         grad, query, key, value, out = map(
             _aligned, (grad, block.query, block.key, block.value, out)
         )
-        # What stands behind the last query is to count for nothing: exp(-inf).
+        # Padding beyond the last query must contribute nothing: exp(score - inf) is 0.
         log = F.pad(log, (0, -log.shape[-1] % _LOG_ROWS), value=torch.inf).contiguous()
-        # Of dropout, which there is none of: where the kernel itself gives them, without a graph.
+        # The random state of dropout, which is not used. It is on the CPU, as the forward kernel
+        # returns it unless a graph is captured.
         seed = offset = torch.zeros((), dtype=torch.int64)
         query_grad, key_grad, value_grad, _ = efficient_attention_backward(
             *(grad, query, key, value, _padded(block.bias), out, log, seed, offset),
@@ -151,7 +152,7 @@ class _Efficient:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x`` as the CUDA kernels read it: features in a row, every row at a multiple of 16 bytes."""
+    """``x`` as the CUDA kernels need it: features contiguous, rows at multiples of 16 bytes."""
     size = x.element_size()
     steps = [stride * size for stride in x.stride()[:-1]]
     at = x.storage_offset() * size
@@ -164,7 +165,7 @@ def _nothing_seen(bias: Tensor) -> Tensor:
 
 
 def _padded(bias: Tensor | None) -> Tensor | None:
-    """A bias in memory whose rows are as long as the efficient kernel wants them."""
+    """A bias whose rows have the stride in memory that the efficient kernel requires."""
     if bias is None or bias.shape[-1] % _MASK_COLUMNS == 0:
         return bias
     keys = bias.shape[-1]
@@ -175,9 +176,9 @@ FOR_CPU, FLASH, EFFICIENT = _ForCpu(), _Flash(), _Efficient()
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel | None:
-    """The fused kernel for these, if there is one.
+    """The fused kernel for these tensors, if there is one.
 
-    On CUDA as ``torch.backends.cuda`` says of its devices and of what
+    On CUDA ``torch.backends.cuda`` decides, by the device and by what
     ``torch.nn.attention.sdpa_kernel`` allows.
     """
     same = query.shape[-1] == value.shape[-1] and query.dtype in _FLOATS

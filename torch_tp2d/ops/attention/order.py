@@ -1,8 +1,8 @@
-"""Which positions of a sequence the ranks of an axis hold, and what a causal mask leaves of them.
+"""The positions of a sequence that each rank of an axis holds, and the causal mask between ranks.
 
-In a sequence cut into contiguous shards the last rank attends to everything and the first to next
-to nothing. In the balanced order rank ``i`` of ``R`` holds chunks ``i`` and ``2R - 1 - i`` of
-``2R``, an early one and a late one, and all have the same to do.
+With contiguous shards and a causal mask the last rank attends to all keys and the first to hardly
+any. In the balanced order rank ``i`` of ``R`` holds chunks ``i`` and ``2R - 1 - i`` of ``2R``, one
+from the beginning and one from the end, so that all ranks have equal work.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["Order", "Part", "balanced_order"]
 
 
 class Part(NamedTuple):
-    """Local queries ``q, q + queries`` attend to local keys ``k, k + keys`` of some rank."""
+    """Local queries ``q`` to ``q + queries`` attend to keys ``k`` to ``k + keys`` of some rank."""
 
     q: int
     queries: int
     k: int
     keys: int
     causal: bool
-    """Whether only to those that are not behind them; otherwise to all."""
+    """Whether each query attends to keys up to its own position only; otherwise to all keys."""
 
 
 @dataclass(frozen=True)
 class Order:
     """``spans[rank]``: the ``(start, stop)`` of the runs of positions that a rank holds, in order.
 
-    All that matters to a mask of one's own is the order of the ranks: its columns are in it.
+    An explicit mask does not depend on it: the mask's columns are in the order of the ranks.
     """
 
     spans: tuple[tuple[tuple[int, int], ...], ...]
@@ -47,7 +47,7 @@ class Order:
 
     @staticmethod
     def balanced(sizes: Sequence[int]) -> Order:
-        """Two chunks a rank; the sizes may differ.
+        """Two chunks on each rank; the sizes may differ.
 
         >>> Order.balanced((4, 4)).spans
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -64,21 +64,21 @@ class Order:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What each rank holds."""
+        """The number of positions on each rank."""
         return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
 
     def positions(self, rank: int | None = None, device: torch.device | None = None) -> Tensor:
-        """Of one rank's tokens, or of all, rank by rank."""
+        """The positions of one rank's tokens, or of all tokens, rank by rank."""
         held = (
             [span for spans in self.spans for span in spans] if rank is None else self.spans[rank]
         )
         return torch.cat([torch.arange(*span, device=device) for span in held])
 
     def parts(self, i: int, j: int, causal: bool, keys: Sequence[int] | None = None) -> list[Part]:
-        """What rank ``i``'s queries see of rank ``j``'s keys.
+        """The parts of rank ``j``'s keys that rank ``i``'s queries attend to.
 
         Args:
-            keys: how many keys each rank holds, where they are of another sequence.
+            keys: the number of keys on each rank, if they belong to another sequence.
         """
         queries, count = self.sizes[i], (self.sizes if keys is None else keys)[j]
         if not causal or i == j:
@@ -87,7 +87,7 @@ class Order:
         parts: list[Part] = []
         at = 0
         for start, stop in self.spans[i]:
-            # Spans ascend within a rank, so what is seen of another rank's is where it begins.
+            # Spans ascend within a rank, so the keys seen of another rank are its first ones.
             seen = sum(b - a for a, b in self.spans[j] if b <= start)
             if seen and stop > start:
                 if parts and parts[-1].keys == seen and parts[-1].q + parts[-1].queries == at:
@@ -99,24 +99,25 @@ class Order:
 
 
 def balanced_order(sequence: int, rows: int) -> Tensor:
-    """The order of tokens in which causal attention along ``tp_row`` is shared out evenly.
+    """The order of tokens that balances causal attention along ``tp_row``.
 
     Put the ids, their positions and the targets in this order before the model sees them, and
-    give the attention modules ``Attention2D(row_dim=1, balanced=True)``. Every rank has the whole
-    ids, so this moves nothing. Row ``i`` then holds chunk ``i`` and chunk ``2R - 1 - i`` of ``2R``.
+    give the attention modules ``Attention2D(row_dim=1, balanced=True)``. The ids are replicated, so
+    this transfers nothing. Mesh row ``i`` then holds chunks ``i`` and ``2R - 1 - i`` of ``2R``.
 
-    The model has to take positions as an argument: what numbers its tokens by itself numbers them
-    as they come. So does what makes a mask, which is why Attention2D takes no explicit mask in
-    this order. (Hugging Face makes one for padded batches, and where positions do not ascend, which
-    it takes for packed documents, unless it is given ``attention_mask=torch.ones_like(ids)``.)
+    The model has to take positions as an argument: a model that numbers its tokens itself numbers
+    them in this order. A mask that it makes is in this order as well, which is why Attention2D
+    takes no explicit mask with it. (Hugging Face makes one for padded batches, and where positions
+    do not ascend, which it takes for packed documents, unless it is given
+    ``attention_mask=torch.ones_like(ids)``.)
 
     Args:
-        sequence: its length, any.
+        sequence: the length of the sequence, any.
         rows: the size of ``tp_row``.
 
     Returns:
-        ``order[sequence]``, int64: ``order[n]`` is the position of the token that comes ``n``-th.
-        ``order.argsort()`` brings an output back into the order of the text.
+        ``order[sequence]``, int64: ``order[n]`` is the position of the ``n``-th token in the new
+        order. Indexing an output by ``order.argsort()`` restores the order of the text.
 
     Example::
 

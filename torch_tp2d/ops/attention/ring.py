@@ -1,4 +1,4 @@
-"""Attention over a sequence that an axis splits: keys and values travel around it, or to all."""
+"""Attention over a sharded sequence: keys and values go around the axis, or are gathered."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SEQUENCE = 2
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """What an attention along an axis is, but for the tensors."""
+    """The parameters of an attention along an axis, apart from its tensors."""
 
     axis: Axis
     order: Order
-    """Of the queries, and of the keys if ``keys`` says nothing else."""
+    """The order of the queries, and of the keys too if ``keys`` is None."""
     keys: tuple[int, ...] | None
-    """How many keys each rank holds, if they are those of another sequence."""
+    """The number of keys on each rank, if they belong to another sequence."""
     causal: bool
     scale: float
     heads: tuple[int, ...] | None
@@ -48,21 +48,21 @@ class Spec:
 
 
 def ring(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: Spec) -> Tensor:
-    """Attention of this rank's queries to the keys of all: each block is used, and handed on.
+    """Attention of this rank's queries to all keys: each block is used, then passed on.
 
-    Received per rank: forward the other ranks' keys and values, backward these and as much of
-    their gradients. Nothing but two blocks is held at a time. Under ``torch.compile`` it runs as
-    :func:`gathered`: a rank that only hands a block on, as a causal mask makes of some, has no use
-    for it, and its graph would drop the transfer that others wait for.
+    A rank receives the other ranks' keys and values in forward, and these and as many gradients in
+    backward. It holds only two blocks at a time. Under ``torch.compile`` it runs as
+    :func:`gathered`: with a causal mask some ranks only pass a block on, and their graph would drop
+    the transfer, for which others wait, because its result is not used.
 
     Args:
-        query, key, value: ``[batch, heads, length, features]`` of this rank's positions; as many
-            heads of keys as ``spec.heads`` speaks of.
+        query, key, value: ``[batch, heads, length, features]`` of this rank's positions, with the
+            key heads that ``spec.heads`` refers to.
         mask: 4-dim, of this rank's queries and all keys in the order of the ranks, or broadcast;
-            bool or added to the scores. It may need a gradient.
+            bool (True: attend) or added to the scores. It may need a gradient.
 
     Source: blockwise attention with a ring of keys (Liu et al., arXiv 2310.01889), merged by the
-    logarithms of the sums (Dao et al., arXiv 2205.14135).
+    lse (Dao et al., arXiv 2205.14135).
     """
     if torch.compiler.is_compiling():
         return gathered(query, key, value, mask, spec)
@@ -111,7 +111,7 @@ class _Ring(torch.autograd.Function):
         mask_grad = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         query_grad = torch.zeros_like(query, dtype=wide(query.dtype))
         held = torch.cat([key, value], -1)
-        # The gradient of the own block stays; those of the others go round behind the blocks.
+        # The gradient of this rank's block stays here; the others' follow their blocks around.
         own = travelling = torch.zeros_like(held)
         returning: Pending | None = None
         for step in range(axis.size):
@@ -156,7 +156,7 @@ class _Ring(torch.autograd.Function):
 def _parts(
     query: Tensor, held: Tensor, mask: Tensor | None, features: int, source: int, spec: Spec
 ) -> Iterator[tuple[Part, tuple[Tensor, Tensor, Tensor, Tensor | None]]]:
-    """What rank ``source``'s block, ``held``, is attended to by: ``(part, (q, k, v, mask))``."""
+    """The queries and the keys of rank ``source``'s block ``held``: ``(part, (q, k, v, mask))``."""
     start = sum(spec.key_sizes[:source])
     for part in spec.order.parts(spec.axis.index, source, spec.causal, spec.keys):
         block = repeat_heads(held.narrow(_SEQUENCE, part.k, part.keys), spec.heads)
@@ -175,11 +175,11 @@ def gathered(
     whole: bool = False,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The same as :func:`ring`, of keys and values that are gathered first.
+    """The same as :func:`ring`, but with keys and values gathered first.
 
     Args:
-        whole: they are there already, and their gradients are shares.
-        drop: dropout of the weights.
+        whole: they are gathered already, and their gradients are partial.
+        drop: dropout of the attention weights.
     """
     if not whole:
         sizes: dict[int, Sequence[int]] = {_SEQUENCE: spec.key_sizes}

@@ -1,11 +1,11 @@
 """The sharding rule that DTensor lacks for attention on a CPU.
 
-DTensor knows the fused attention kernels of GPUs, but not the one that
-``scaled_dot_product_attention`` takes on a CPU, and its fallback mixes plain masks with DTensors.
+DTensor has rules for the fused attention kernels of GPUs, but not for the one that
+``scaled_dot_product_attention`` uses on a CPU, and its fallback mixes plain masks with DTensors.
 Batch and heads are independent, so shards of either need no communication.
 
-Importing this module registers the rule with DTensor, whose table of them is the process's: it
-holds for every DTensor, where torch alone would raise.
+Importing this module registers the rule with DTensor, which has one table of rules per process: it
+applies to every DTensor, where torch alone would raise.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _BATCH, _HEADS = 0, 1
 
 
 def _alike(inputs: int, outputs: int, mask: Any, query: Any) -> list[Any]:
-    """Rules that place all tensors alike: replicated, split by batch, or by heads.
+    """Rules that place all tensors alike: replicated, sharded by batch, or sharded by heads.
 
-    A sequence that is split is refused, as by DTensor without this rule. To gather it would be
-    right for DTensors and wrong for ``context_parallel``, which has them mean the ring.
+    A sharded sequence is refused, as it is by DTensor without this rule. Gathering it would be
+    right for DTensors in general, but wrong under ``context_parallel``, which computes a sharded
+    sequence by a ring.
     """
     axes = zip(query.placements, query.mesh.shape, strict=True)
-    # A view may leave an axis of one rank with another dim, which it does not split.
+    # On a mesh axis of one rank any dim is accepted: views may change it, and nothing is split.
     if any(isinstance(p, Shard) and p.dim not in (_BATCH, _HEADS) and n > 1 for p, n in axes):
         raise NotImplementedError(
             f"attention on a CPU with a query placed {tuple(query.placements)}: only batch and "
@@ -44,7 +45,7 @@ def _alike(inputs: int, outputs: int, mask: Any, query: Any) -> list[Any]:
 
 
 def _mask(spec: Any, placement: Any) -> Any:
-    """A mask is split with what it masks, except in dims along which it is broadcast."""
+    """The placement of a mask: sharded like the query, except in dims that it broadcasts."""
     if not isinstance(placement, Shard):
         return placement
     from_end = 4 - placement.dim

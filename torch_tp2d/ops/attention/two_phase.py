@@ -1,4 +1,4 @@
-"""The paper's attention: scores in blocks on the grid, their softmax crossing it."""
+"""The paper's attention: blocks of the scores on the grid, with their softmax across ranks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ def two_phase(
     heads: tuple[int, ...] | None,
     axis: Axis,
 ) -> Tensor:
-    """Block (i, j) of the scores, and its share of row i of the output, to be summed over ``axis``.
+    """Attention of the queries of mesh row i to the keys of mesh column j, on rank (i, j).
 
     Args:
         query: ``[batch, heads, queries of row i, features]``.
-        key, value: of the keys of column j.
-        mask: of this block, 4-dim, broadcast; bool or added to the scores.
-        hidden: True where not to look, broadcast.
+        key, value: ``[batch, heads, keys of column j, features]``.
+        mask: this block's, 4-dim, broadcast; bool (True: attend) or added to the scores.
+        hidden: True at the keys that are not attended to, broadcast.
         heads: the key head of every query head, if they are not one to one.
-        axis: along which the softmax's maxima and sums are taken.
+        axis: the axis along which the softmax's maxima and sums are reduced.
+
+    Returns:
+        The output of the queries of row i, a partial sum along ``axis``.
     """
     return _TwoPhase.apply(query, key, value, mask, hidden, scale, heads, axis)
 
@@ -56,7 +59,7 @@ class _TwoPhase(torch.autograd.Function):
         else:
             largest = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
         largest = all_reduce(largest, axis, "max").wait()
-        # Where nothing is seen the scores are -inf, less this too.
+        # A query that sees no key has scores of -inf only: subtract 0 there, not -inf.
         weights = (scores - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
         total = all_reduce(weights.sum(-1, keepdim=True), axis).wait()
         weights = weights / total.masked_fill(total == 0, 1.0)

@@ -28,7 +28,7 @@ __all__ = [
     "linear2d",
 ]
 
-# A module with the functions of the protocol is one, which mypy does not see in a dict.
+# Modules with the protocol's functions are Algorithms, but mypy does not see that in a dict.
 ALGORITHMS: Mapping[str, Any] = {
     "collective": collective,
     "pipelined": pipelined,
@@ -39,16 +39,16 @@ ALGORITHMS: Mapping[str, Any] = {
 }
 
 IN_ROUNDS = "pipelined", "fused"
-"""Those that move activations along ``tp_col`` themselves, beside their products."""
+"""The algorithms that move activations along ``tp_col`` themselves, beside their products."""
 
 STATIONARY: Any = stationary
-"""The dataflow in which the weight stays, as an algorithm of its own."""
+"""The weight-stationary dataflow, as an algorithm of its own."""
 
 
 def linear2d(x: Tensor | Shared, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """``x W^T + bias`` on a grid, on local shards, as one autograd node.
 
-    Let M be the tokens of this grid row, K and N the features in and out.
+    Let M be the number of tokens of this mesh row, K and N those of the input and output features.
 
     =====================  ======================  ===============  ======================
     direction              x of rank (i, j)        weight           result
@@ -60,16 +60,16 @@ def linear2d(x: Tensor | Shared, weight: Tensor, bias: Tensor | None, call: Call
                                                                     else ``[M, Nj]``
     =====================  ======================  ===============  ======================
 
-    The bias is ``[Nj]``: a rank adds its part of it, once. The gradient of a whole ``x`` is a
-    partial sum along ``tp_col``, for whoever gathered ``x`` to reduce; the gradient of a partial
-    result is whole. The stationary dataflow has other blocks
+    The bias is ``[Nj]``, and every element of it is added by one rank of the mesh row. The gradient
+    of a gathered ``x`` is a partial sum along ``tp_col``, reduced where ``x`` was gathered; the
+    gradient of a partial result is replicated. The weight-stationary dataflow has other blocks
     (:mod:`torch_tp2d.ops.matmul.stationary`).
 
-    ``pipelined`` takes an ``x`` that is still being gathered, and sums and cuts a partial result
+    ``pipelined`` takes an ``x`` that is still being gathered, and reduce-scatters a partial result
     itself if the call has ``shards``.
 
     Raises:
-        RuntimeError: in backward, if the weight's parameter was changed since.
+        RuntimeError: in backward, if the weight's parameter was changed since the forward.
     """
     if isinstance(x, Shared):
         return x.linear(weight, bias, call)

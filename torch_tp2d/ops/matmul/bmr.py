@@ -7,8 +7,8 @@ On an n x n grid, ``C = A B`` in n steps. In step t, with k = (i + t) mod n:
 3. *roll* B one place up its grid column, so that ``B[k + 1, j]`` is held next.
 
 One block beside the operands is in flight at a time: the roll of a step starts before its
-multiplication. Backward is the same loop with the roles changed: ``dA = dC B^T`` multiplies and
-reduces where forward broadcasts, ``dB = A^T dC`` rolls its sums instead of an operand.
+multiplication. Backward is the same loop with the roles exchanged: ``dA = dC B^T`` reduces its
+products where forward broadcasts, ``dB = A^T dC`` rolls its sums instead of an operand.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def abt(c: Tensor, b: Tensor, cut: Cut) -> Tensor:
 
 
 def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
-    """``a[M, Pj], c[M, Qj] -> b[Pi, Qj]``: the sum of block k rolls through all its rows."""
+    """``a[M, Pj], c[M, Qj] -> b[Pi, Qj]``: the sum of block k rolls through all mesh rows."""
     n, i = cut.row.size, cut.row.index
     rolling: Pending | None = None
     for t in range(n):

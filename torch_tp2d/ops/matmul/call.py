@@ -1,7 +1,7 @@
-"""One Linear on a grid as one autograd node: what an algorithm is told, and what it gives back.
+"""One Linear on a grid as one autograd node: the arguments and results of an algorithm.
 
-An algorithm is a module with two functions, ``forward`` and ``backward``. It owns the transfers of
-the weight, and of activations as far as they overlap with its products.
+An algorithm is a module with two functions, ``forward`` and ``backward``. It makes the transfers of
+the weight, and those of activations that overlap with its products.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Shards(NamedTuple):
-    """How a tensor is split over an axis: by ``dim``, into shards ``sizes`` long."""
+    """How a tensor is sharded over an axis: in ``dim``, into shards of ``sizes``."""
 
     dim: int
     sizes: Sequence[int]
@@ -46,16 +46,18 @@ class Shards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LinearOp:
-    """How one Linear is computed: which algorithm, on which cut, in which direction.
+    """How one Linear is computed: by which algorithm, on which blocks, in which direction.
 
     Args:
         gathers_input: ``y = x b`` with ``b = W^T`` (Colwise2D, Block2DParallel); else
             ``y = x b^T`` with ``b = W`` (Rowwise2D).
         transposed: the module stores ``W^T`` (Hugging Face's Conv1D).
-        keep_weight: keep the gathered weight for backward instead of gathering it again.
+        keep_weight: keep the gathered weight for backward instead of gathering it a second time.
         keep_between: keep it for the next micro-batch (:class:`~torch_tp2d.no_sync`).
-        regather_input: gather the input again for backward instead of keeping it (``pipelined``).
-        reduce_dtype: in which gradients are summed over the rows; None is that of the products.
+        regather_input: keep only the input's shard for backward and gather it a second time there
+            (``pipelined``).
+        reduce_dtype: the dtype in which gradients are summed over the mesh rows; None is that of
+            the products.
     """
 
     algorithm: Algorithm
@@ -81,31 +83,31 @@ class LinearOp:
         return slice(start, start + sizes[self.cut.col.index])
 
     def own_bias(self, bias: Tensor | None, features: int) -> Tensor | None:
-        """This rank's bias among the output's ``features``, zeros where others add theirs."""
+        """This rank's bias padded to the output's ``features``, with zeros where others add it."""
         columns = self.bias_columns
         if bias is None or columns is None:
             return bias
         return F.pad(bias, (columns.start, features - columns.stop))
 
     def to_be_summed(self, part: Tensor) -> Tensor:
-        """One row's part of a gradient, in the dtype of sums over the rows."""
+        """A mesh row's partial gradient, in the dtype of sums over the mesh rows."""
         dtype = self.reduce_dtype
         return part if dtype is None or self.cut.row.size == 1 else part.to(dtype)
 
     def sum_over_rows(self, part: Tensor) -> Pending:
-        """One row's part ``b[P, Qj]`` of a weight's gradient, summed, for those that do at once."""
+        """Sum the mesh rows' partial gradients ``b[P, Qj]`` of a weight, in one transfer."""
         return cast(SumsAtOnce, self.algorithm).atb_sum(self.to_be_summed(part), self.cut)
 
     def sum_of_bias(self, part: Tensor) -> Pending:
-        """One row's part of a bias's gradient, summed."""
+        """Sum the mesh rows' partial gradients of a bias."""
         return all_reduce(self.to_be_summed(part), self.cut.row)
 
     def weight_grad(self, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of ``b``'s gradient as the weight's, in that dtype."""
+        """The reduced gradient of ``b`` as the gradient of the weight, in ``dtype``."""
         return self.as_b(total).to(dtype).contiguous()
 
     def as_b(self, weight: Tensor) -> Tensor:
-        """The module's weight as the algorithms' ``b``, and ``b``'s gradient as the weight's."""
+        """The algorithms' ``b`` of the module's weight, or the weight's gradient of ``b``'s."""
         return weight.t() if self.gathers_input != self.transposed else weight
 
 
@@ -114,13 +116,13 @@ class Call:
     """One use of a Linear.
 
     Args:
-        moving: the weight's gather, where it was started before; else the algorithm starts it.
-        shards: how a result that is a partial sum along ``tp_col`` leaves, or how an input is to be
-            gathered there; None leaves that to others.
+        moving: the weight's gather, if it was started before; else the algorithm starts it.
+        shards: how to scatter a result that is a partial sum along ``tp_col``, or how to gather an
+            input along it; None if that is done outside of the call.
         module: the Linear.
-        param: its weight, which backward needs as it is.
-        context: of its mesh.
-        operand: makes what the weight is here of the module's parameter, differentiably.
+        param: guards the module's weight, which must not change before backward.
+        context: the mesh's context.
+        operand: computes the weight operand from the module's parameter, differentiably.
     """
 
     op: LinearOp
@@ -138,13 +140,13 @@ class Call:
 
     @property
     def accumulation(self) -> Accumulation | None:
-        """What micro-batches keep for the last of a step, if there are any. Not in a graph."""
+        """The gradient accumulation, if it is in use; never under ``torch.compile``."""
         if self.context is None or self.operand is None or torch.compiler.is_compiling():
             return None
         return self.context.accumulation or None if self.op.cut.row.size > 1 else None
 
     def gather(self, weight: Tensor) -> Pending:
-        """Start moving the weight, if no micro-batch before has."""
+        """Start the gather of the weight, unless an earlier micro-batch has kept it."""
         kept = self.accumulation
         held = None if kept is None else kept.gathered(self.module, weight.dtype)
         if held is not None:
@@ -158,21 +160,22 @@ class Call:
             kept.keep_weight(self.module, gathered)
 
     def keep_gradient(self, part: Tensor) -> None:
-        """Keep this rank's part of the weight's gradient for the last micro-batch."""
+        """Keep this rank's partial gradient of the weight for the last micro-batch."""
         part = self.op.to_be_summed(part)
         self.known_context.accumulation.keep_gradient(self.module, part, self._finish)
 
     def gradients_kept(self) -> Accumulation | None:
-        """What micro-batches keep of gradients, in a backward that adds to the weight's ``.grad``.
+        """The accumulation of gradients, in a backward that adds to the weight's ``.grad``.
 
-        What torch.autograd.grad returns is of its own micro-batch, and whole.
+        None in one by torch.autograd.grad, which returns the reduced gradient of its own
+        micro-batch.
         """
         kept = self.accumulation
         adds = kept is not None and self.param is not None and adds_to_grad(self.param.param)
         return kept if adds else None
 
     def _finish(self, part: Tensor) -> None:
-        """Reduce what was kept of a module that the last micro-batch has not used."""
+        """Reduce the kept gradient of a module that the last micro-batch has not used."""
         assert self.operand is not None
         op = self.op
         grad = op.as_b(op.sum_over_rows(part).wait())
@@ -182,7 +185,7 @@ class Call:
 
 
 class Needs(NamedTuple):
-    """Of which operands a gradient is wanted."""
+    """The operands that need a gradient."""
 
     x: bool
     weight: bool
@@ -190,7 +193,7 @@ class Needs(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What an algorithm's forward gives: the result first, and what it keeps for backward."""
+    """What an algorithm's forward returns: outputs, the result first, and what backward needs."""
 
     outputs: tuple[Tensor, ...]
     saved: tuple[Tensor, ...]
@@ -198,7 +201,7 @@ class Forward(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of the input, the weight and the bias."""
+"""The gradients of the input, the weight and the bias."""
 
 
 class _Linear(torch.autograd.Function):
@@ -208,7 +211,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needs = Needs(*ctx.needs_input_grad[:3])
         result = call.op.algorithm.forward(call, needs, x, weight, bias)
-        # Without the gather, which holds the gathered weight.
+        # Without the gather, which would keep the gathered weight alive.
         ctx.call = call if call.moving is None else replace(call, moving=None)
         ctx.state = result.state
         ctx.save_for_backward(*result.saved)
@@ -231,14 +234,14 @@ class _Linear(torch.autograd.Function):
 
 
 def apply(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ...]:
-    """A Linear by its algorithm, in the precision of autocast if that is on."""
+    """Compute a Linear by its algorithm, in the precision of autocast if that is on."""
     x, weight, bias = low_precision(x, weight, bias)
     with _no_autocast(weight.device.type):
         return _Linear.apply(x, weight, bias, call)
 
 
 def low_precision(*operands: Tensor | None) -> tuple[Any, ...]:
-    """Operands in the dtype of products: before anything moves, that the wire carries it too."""
+    """Cast operands to autocast's dtype, before transfers, which are then in that dtype too."""
     devices = [x.device.type for x in operands if x is not None]
     dtype = autocast_dtype(devices[0]) if devices else None
     if dtype is None:

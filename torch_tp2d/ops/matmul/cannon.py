@@ -1,8 +1,8 @@
 """``cannon``: skew once, then roll both operands (Cannon, 1969), on an n x n grid.
 
-Every step moves one block to a neighbour and none is broadcast, so messages are the smallest of
-all the algorithms. The operand that stays put needs no skew: rank (i, j) works in step t on the
-block k = (i + j + t) mod n of the dim that the two others share.
+Every step sends one block to a neighbour and broadcasts none, so messages are the smallest of all
+algorithms. The operand that stays needs no skew: in step t rank (i, j) works on block
+k = (i + j + t) mod n of the dim that the other two have in common.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def abt(c: Tensor, b: Tensor, cut: Cut) -> Tensor:
             b_moving = shift(b_now, 1, cut.row, 0, cut.p_row, held=k)
         part = c @ b_now.t()
         total = part if sums is None else part + sums.wait()
-        # After the last step the sum of block j is with the rank i - 1 places before.
+        # After the last step the sum of block j is on the rank i - 1 places before.
         sums = shift(total, 1 if t < n - 1 else 1 - i, cut.col, 1, cut.p_col, held=k)
     assert sums is not None
     return sums.wait()
@@ -70,7 +70,7 @@ def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
             a_moving = shift(a_now, 1, cut.col, 1, cut.p_col, held=k)
         part = a_now.t() @ c
         total = part if sums is None else part + sums.wait()
-        # After the last step the sum of block i is with the rank j - 1 places before.
+        # After the last step the sum of block i is on the rank j - 1 places before.
         sums = shift(total, 1 if t < n - 1 else 1 - j, cut.row, 0, cut.p_row, held=k)
     assert sums is not None
     return sums

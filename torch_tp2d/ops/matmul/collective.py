@@ -1,8 +1,8 @@
-"""``collective``: all-gather what is needed, multiply once, reduce-scatter what is owed.
+"""``collective``: all-gather the operands, multiply once, reduce-scatter the partial sums.
 
-The plainest schedule, and the one with the fewest and largest messages: on any grid, weights are
-gathered along ``tp_row`` and their gradient is reduce-scattered along it. What moves along
-``tp_col`` is moved by the layouts around it.
+The simplest schedule, with the fewest and largest messages: on any grid, weights are gathered along
+``tp_row`` and their gradients reduce-scattered along it. Transfers along ``tp_col`` are
+redistributions around the product.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def abt(c: Tensor, b: Tensor, cut: Cut) -> Tensor:
 
 
 def atb(a: Tensor, c: Tensor, cut: Cut) -> Pending:
-    """``a[M, P], c[M, Qj] -> b[Pi, Qj]``, summed over the rows."""
+    """``a[M, P], c[M, Qj] -> b[Pi, Qj]``, summed over the mesh rows."""
     return atb_sum(a.t() @ c, cut)
 
 
 def atb_sum(partial: Tensor, cut: Cut) -> Pending:
-    """One row's share ``b[P, Qj]`` of a weight's gradient, summed over the rows."""
+    """Sum the mesh rows' partial gradients ``b[P, Qj]`` of a weight."""
     if cut.replicated:
         return all_reduce(partial, cut.row)
     return reduce_scatter(partial, 0, cut.p_row, cut.row)

@@ -1,4 +1,4 @@
-"""How a weight block is cut over the grid, which every algorithm needs to know."""
+"""How a weight is sharded over the grid, and the interface of the algorithms."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Algorithm", "Cut", "SumsAtOnce"]
 
 @dataclass(frozen=True)
 class Cut:
-    """A weight ``b[P, Q]`` whose dim 0 is cut over ``row`` and dim 1 over ``col``.
+    """A weight ``b[P, Q]`` whose dim 0 is sharded over ``row`` and dim 1 over ``col``.
 
-    Rank (i, j) holds ``b[p[i], q[j]]``. Activations are cut by tokens over ``row``; ``M`` below
-    is this row's number of them. ``replicated`` weights are whole in dim 0 on every row.
+    Rank (i, j) holds ``b[p[i], q[j]]``. Activations are sharded by tokens over ``row``; ``M`` below
+    is this mesh row's number of them. ``replicated`` weights are not sharded in dim 0.
     """
 
     row: Axis
@@ -31,20 +31,20 @@ class Cut:
 
     @property
     def p_row(self) -> tuple[int, ...]:
-        """Extents of P over the rows: of ``b``'s blocks."""
+        """Extents of P over the mesh rows, those of ``b``'s blocks."""
         return self.row.split(self.p)
 
     @property
     def p_col(self) -> tuple[int, ...]:
-        """Extents of P over the columns: of ``a``'s blocks."""
+        """Extents of P over the mesh columns, those of ``a``'s blocks."""
         return self.col.split(self.p)
 
 
 class Algorithm(Protocol):
-    """How a Linear is computed: ``forward`` and ``backward``, one autograd node.
+    """How a Linear is computed: ``forward`` and ``backward`` of one autograd node.
 
-    Most are made of a weight's way (``prefetch``) and three products on local blocks
-    (:mod:`torch_tp2d.ops.matmul.products`):
+    Most algorithms consist of the weight's transfer (``prefetch``) and of three products on local
+    blocks (:mod:`torch_tp2d.ops.matmul.products`):
 
     ==========  ================  ==========================  ==========================
     product     what it computes  operands of rank (i, j)     result of rank (i, j)
@@ -55,8 +55,9 @@ class Algorithm(Protocol):
     ==========  ================  ==========================  ==========================
 
     ``P*`` is ``Pj`` where ``WHOLE`` is false: ``a`` is a block of the feature layout, and the
-    algorithm moves it. Where ``WHOLE`` is true ``a`` is the whole row ``a[M, P]``, gathered
-    before; ``abt`` then returns a partial sum along ``tp_col``, reduced after.
+    algorithm moves it. Where ``WHOLE`` is true, ``a`` is ``a[M, P]``, gathered along ``tp_col``
+    before the product, and ``abt`` returns a partial sum along ``tp_col``, reduced afterwards.
+    ``SQUARE`` algorithms need as many mesh rows as columns.
     """
 
     WHOLE: bool
@@ -74,7 +75,7 @@ class Algorithm(Protocol):
 
     @staticmethod
     def prefetch(b: Tensor, cut: Cut) -> Pending:
-        """Start moving the weight; the products take what this returns for ``b``."""
+        """Start the transfer of the weight, whose result the products take as ``b``."""
         ...
 
     @staticmethod
@@ -88,9 +89,9 @@ class Algorithm(Protocol):
 
 
 class SumsAtOnce(Algorithm, Protocol):
-    """An algorithm that reduces a weight's gradient in one transfer, for which it may be kept.
+    """An algorithm that reduces a weight's gradient in one transfer, which may be deferred.
 
-    Those whose ``WHOLE`` is true are.
+    These are the ones whose ``WHOLE`` is true.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""``fused``: ``pipelined`` whose transfers along ``tp_col`` are one operator with their product.
+"""``fused``: ``pipelined``, with each transfer along ``tp_col`` and its product in one operator.
 
-torch has two such operators, which send and multiply by turns in symmetric memory:
+torch has two such operators, which alternate between sending and multiplying in symmetric memory:
 ``fused_all_gather_matmul`` and ``fused_matmul_reduce_scatter``. They take shards of one size;
-others travel as ``pipelined`` sends them. So do weights and their gradients, which are no part of
-it.
+others are transferred as by ``pipelined``. So are weights and their gradients, which these
+operators do not handle.
 
-Not run on a GPU, and not timed: held against torch's reference implementation of the two on CPUs.
+Not run on a GPU and not timed: tested against torch's reference implementations on CPUs.
 """
 
 from __future__ import annotations

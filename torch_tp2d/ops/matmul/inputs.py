@@ -1,8 +1,8 @@
-"""Inputs that are gathered along an axis, once for all the Linears that take them.
+"""Inputs that are gathered along an axis once for all the Linears that take them.
 
-In eager the gather is a node of its own, whose value is still on its way, and whose gradient takes
-products not yet multiplied. In a traced graph, which has plain tensors only, whoever takes the
-input first gathers it (:class:`Shared`).
+In eager mode the gather is a node of its own, whose value is still under way and whose gradient may
+be products not yet multiplied. In a traced graph, which has plain tensors only, the first Linear
+that takes the input gathers it (:class:`Shared`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Shared", "gather"]
 
 
 class _Gather(torch.autograd.Function):
-    """A gathered input whose gradient is a share, to be summed over the axis."""
+    """Gathers an input whose gradient is partial and is summed over the axis."""
 
     @staticmethod
     def forward(
@@ -56,21 +56,21 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(x: Tensor, shards: Shards, context: Context, whole: Tensor | None = None) -> Tensor:
-    """``x`` gathered along an axis, still on its way.
+    """``x`` gathered along an axis, with the transfer still under way.
 
-    Its gradient is a share of the whole one: it goes back by one reduce-scatter.
+    Its gradient is partial and is reduced by one reduce-scatter.
 
     Args:
-        whole: the gathered value, where there is a transfer of it already.
+        whole: the gathered tensor, or the :class:`Gathering` that brings it, if there is one.
     """
     return _Gather.apply(x, shards, context, whole)
 
 
 class Shared:
-    """An input gathered along an axis: whoever takes it first gathers it.
+    """An input to be gathered along an axis, by the first module that takes it.
 
     Args:
-        shard: this rank's, whose gradient is the sum of all shares.
+        shard: this rank's shard, whose gradient is the sum of all partial gradients.
     """
 
     def __init__(self, shard: Tensor, shards: Shards, context: Context) -> None:
@@ -80,14 +80,14 @@ class Shared:
         self.shape = torch.Size([*shard.shape[:dim], sum(sizes), *shard.shape[dim + 1 :]])
 
     def value(self) -> Tensor:
-        """The whole."""
+        """The gathered input."""
         if self.whole is None:
             whole = Transfer(self.shard, *self.shards).value()
             self.whole = gather(self.shard, self.shards, self.context, whole)
         return self.whole
 
     def linear(self, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        """``x W^T + bias`` of the input ``x``; the first to ask takes it as it comes."""
+        """``x W^T + bias`` of the input ``x``; the first call gathers ``x`` beside its product."""
         if self.whole is not None:
             (y,) = apply(self.whole, weight, bias, call)
             return y

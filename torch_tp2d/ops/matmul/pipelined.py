@@ -1,13 +1,14 @@
-"""``pipelined``: ``collective`` in rounds, each computed while the next one travels.
+"""``pipelined``: ``collective`` in rounds, each computed while the next one is transferred.
 
-What is gathered along ``tp_col`` is multiplied piece by piece as it comes, and what is reduced
-there leaves piece by piece as it is computed, on any grid, forward and backward; backward is the
-other kind of forward. A weight is gathered before it is needed
-(:mod:`torch_tp2d.runtime.prefetch`), and its gradient is multiplied while the input's gradient is
-on its way, and reduced when nothing else is (:mod:`torch_tp2d.runtime.reductions`).
+An operand gathered along ``tp_col`` is multiplied piece by piece as it arrives, and a result
+reduced along it is sent piece by piece as it is computed, on any grid, in forward and backward; a
+forward that gathers has a backward that reduces, and vice versa. A weight is gathered before it is
+needed (:mod:`torch_tp2d.runtime.prefetch`). Its gradient is computed during the transfer of the
+input's gradient, and reduced when no other transfer is under way
+(:mod:`torch_tp2d.runtime.reductions`).
 
-For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`. The weight moves as ``collective``
-moves it; what is this module's own is when things are computed.
+For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`. The weight is transferred as by
+``collective``; only the order of computation is this module's own.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ __all__ = [
 
 
 class _DeferredGrad(torch.autograd.Function):
-    """What was made of a parameter's shard, and whose gradient may come deferred.
+    """The identity on a parameter's operand, with a gradient that may be a :class:`Deferred`.
 
-    Its own node, so that backward reaches it after the more urgent transfers have started: made
-    before the module's input is gathered, it is run after that gather's backward.
+    It is a node of its own so that backward comes to it after the more urgent transfers have
+    started: as it is made before the module's input is gathered, it runs after that gather's
+    backward.
     """
 
     @staticmethod
@@ -62,21 +64,21 @@ class _DeferredGrad(torch.autograd.Function):
 
 
 def takes_deferred_grad(shard: Tensor) -> Tensor:
-    """What was made of a parameter's shard, that may take a deferred gradient too."""
+    """Let the gradient of ``shard``, made from a parameter's shard, be a :class:`Deferred`."""
     return _DeferredGrad.apply(shard) if torch.is_grad_enabled() and shard.requires_grad else shard
 
 
 class _State(NamedTuple):
-    """What backward knows of forward beside the tensors that it saved."""
+    """What forward passes to backward beside the saved tensors."""
 
     weight_shape: torch.Size
     has_bias: bool
     arriving: bool
-    """The input was a :class:`Gathering`, and takes its gradient unmultiplied."""
+    """Whether the input was a :class:`Gathering`, which takes its gradient unmultiplied."""
     again: Again | None
-    """Gathers the input again, of which only the shard was kept."""
+    """Repeats the gather of the input, if only its shard was kept."""
     regather: WeightRegather | None
-    """Gathers the weight again."""
+    """Repeats the gather of the weight, if only its shard was kept."""
 
 
 def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
@@ -95,12 +97,12 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     kept, again, regather = x, None, None
     if isinstance(x, Gathering):
         if op.regather_input and x.transfer.shard is not None:
-            # The gathered input is freed when the user's code is done with it.
+            # The gathered input is freed once the user's code no longer refers to it.
             kept, again = x.transfer.shard, x.transfer.again
         else:
             x.transfer.shard = None
     if not op.keep_weight and needs.x:
-        # Without this one's gather, which holds the gathered weight.
+        # Without this call's gather, which would keep the gathered weight alive.
         gather = replace(call, moving=None).gather
         regather = WeightRegather(call.module, weight, gather, call.known_context)
     state = _State(weight.shape, bias is not None, isinstance(x, Gathering), again, regather)
@@ -134,7 +136,7 @@ def backward(
     if regather is not None:
         regather.start_those_before(running)
     if needs.x and not op.gathers_input:
-        # What both products share is multiplied twice as it comes.
+        # Each arriving piece of the gradient is an operand of both products.
         dx, partial = ab_arriving(arriving or grad, moving.wait(), also=x if needs.weight else None)
     if arriving is not None:
         grad = arriving.value()
@@ -168,6 +170,6 @@ def backward(
         b = moving.wait()
         dx = Products(((grad, b),)) if state.arriving else grad @ b.t()
     if not isinstance(dx, Products):
-        # What comes next is the user's, attention say, and sends nothing.
+        # Next comes the backward of user code, such as attention, which transfers nothing.
         running.start_reductions()
     return dx, dw, db

@@ -1,7 +1,7 @@
-"""A Linear made of an algorithm's three products, one after the other.
+"""A Linear computed by an algorithm's three products, one after the other.
 
-Forward and backward of ``collective``, ``summa``, ``bmr`` and ``cannon``, each of which says how a
-product is computed and what moves for it (:class:`~torch_tp2d.ops.matmul.cut.Algorithm`).
+This is the forward and backward of ``collective``, ``summa``, ``bmr`` and ``cannon``, which define
+the products and their transfers (:class:`~torch_tp2d.ops.matmul.cut.Algorithm`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     op = call.op
     algorithm, cut = op.algorithm, op.cut
     moving = call.gather(weight)
-    # A view of what is still on its way would be given a copy.
+    # Before the view below, for which a Gathering would make a copy.
     x = undeferred(x)
     rows = x.flatten(0, -2)
     b = moving.wait()
     if algorithm.WHOLE:
         if any(needs):
             call.keep_weight(b)
-        # One kernel, which rounds once.
+        # One kernel for product and bias, which rounds only once.
         weight_of_rows = b.t() if op.gathers_input else b
         y = F.linear(rows, weight_of_rows, op.own_bias(bias, weight_of_rows.shape[0]))
     else:
         y = algorithm.ab(rows, b, cut) if op.gathers_input else algorithm.abt(rows, b, cut)
-        # Not in place: selective checkpointing may keep the product.
+        # Not in place: selective checkpointing may save the product.
         y = y if bias is None else y + bias
     y = y.view(*x.shape[:-1], y.shape[-1])
     return Forward((y,), (x, b if op.keep_weight else weight), bias is not None)
@@ -47,7 +47,8 @@ def backward(
     x, weight = saved
     rows, grad = x.flatten(0, -2), undeferred(grads[0]).flatten(0, -2)
 
-    # The weight travels while its gradient is computed, and its gradient while the input's is.
+    # The weight is transferred while its gradient is computed, and that gradient while the input's
+    # is computed.
     moving = None
     if needs.x and not op.keep_weight:
         moving = call.gather(weight)
@@ -72,7 +73,7 @@ def backward(
         b = weight if moving is None else moving.wait()
         dx = algorithm.abt(grad, b, cut) if op.gathers_input else algorithm.ab(grad, b, cut)
         dx = dx.view(*x.shape[:-1], dx.shape[-1])
-    # Waited for here: a gradient still under way breaks compile and may be read too early.
+    # Awaited here: a gradient still under way breaks torch.compile and may be read too early.
     if weight_grad is not None:
         dw = op.weight_grad(weight_grad.wait(), grad.dtype)
     if bias_grad is not None:

@@ -1,7 +1,7 @@
-"""Products of what is arriving, and of what is leaving, piece by piece.
+"""Products of operands that arrive, and products that are sent, piece by piece.
 
-A piece is multiplied when it is there, while the next one travels; and sent when it is multiplied,
-while the next one is.
+An arriving piece is multiplied while the next one is transferred; a product's piece is sent while
+the next one is multiplied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ab_arriving(
         also: another operand ``d[..., K]``, for ``a^T d -> [P, K]``, the second result.
     """
     if isinstance(a, Transfer) and a.comes_whole:
-        # The bias apart: no operator that gathers and multiplies adds one.
+        # The bias is added separately: no operator that gathers and multiplies takes one.
         c = a.multiply(b)
         second = None if also is None else a.value().flatten(0, -2).t() @ also.flatten(0, -2)
         return c if bias is None else c + bias, second
@@ -66,7 +66,7 @@ def ab_arriving(
 
 
 def atb_arriving(a: Transfer, c: Tensor) -> Tensor:
-    """``a[..., P]^T c[..., Q] -> b[P, Q]``, in rounds: this row's share of it."""
+    """``a[..., P]^T c[..., Q] -> b[P, Q]``, in rounds: this mesh row's partial sum."""
     if not a.pieces:
         return a.value().flatten(0, -2).t() @ c.flatten(0, -2)
     b = c.new_zeros(a.shape[-1], c.shape[-1])
@@ -81,10 +81,10 @@ def abt_leaving(
     bias: Tensor | None = None,
     others: Tensor | None = None,
 ) -> Pending:
-    """Sum of ``c[..., Q] b[P, Q]^T`` over terms and ranks, ``-> a[..., P]`` by shards of a dim.
+    """Sum ``c[..., Q] b[P, Q]^T`` over terms and ranks, ``-> a[..., P]``, of which a shard is kept.
 
     Args:
-        bias: ``[P]``, added to this rank's part of the sum.
+        bias: ``[P]``, added to this rank's partial sum.
         others: ``[..., P]``, this rank's sum of further terms.
     """
     dim, sizes, axis = shards
@@ -103,7 +103,7 @@ def abt_leaving(
     def part(start: int, counts: Sequence[int], at: int = 0) -> Tensor:
         rows = rows_of(c, dim, offsets, start, counts, at)
         total = rows @ b.t() if bias is None else torch.addmm(bias, rows, b.t())
-        # Not in place: selective checkpointing may keep products, and refuses those changed since.
+        # Not in place: selective checkpointing may save products, and refuses changed ones.
         for d, other in terms[1:]:
             total = torch.addmm(total, rows_of(d, dim, offsets, start, counts, at), other.t())
         if others is not None:
@@ -136,10 +136,10 @@ def abt_leaving(
 def _ab_of_shards(
     a: Transfer, b: Tensor, bias: Tensor | None, also: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`ab_arriving` shard by shard, each product written where it belongs."""
+    """:func:`ab_arriving` shard by shard, each product written to its place in the result."""
     c = b.new_empty([*a.shape[:-1], b.shape[1]])
     for piece in a.arrivals():
-        # Nothing of a rank without tokens.
+        # Skip ranks without tokens.
         if any(piece.counts) and c.shape[-1]:
             _write([(piece.rows, b)], bias, piece.place_in(c), a.dim)
     second = None if also is None else a.value().flatten(0, -2).t() @ also.flatten(0, -2)
@@ -149,7 +149,7 @@ def _ab_of_shards(
 def _abt_to_shards(
     terms: Sequence[tuple[Tensor, Tensor]], shards: Shards, bias: Tensor | None
 ) -> Pending:
-    """:func:`abt_leaving` shard by shard, each product written where it is sent from."""
+    """:func:`abt_leaving` shard by shard, each product written into the buffer that is sent."""
     dim, sizes, axis = shards
     (c, b), *_ = terms
     shape = [*c.shape[:dim], max(sizes), *c.shape[dim + 1 : -1], b.shape[0]]
@@ -161,7 +161,7 @@ def _abt_to_shards(
             rows = [(x.narrow(dim, offsets[rank], sizes[rank]), w.t()) for x, w in terms]
             _write(rows, bias, place, dim)
 
-    # Nothing of this rank's own is sent: it is computed while the rest is on its way.
+    # Zeros are sent in place of this rank's own part, which is computed during the transfer.
     even = min(sizes) == max(sizes)
     sent = c.new_empty([axis.size, *shape]) if even else c.new_zeros([axis.size, *shape])
     for rank, place in enumerate(sent.unbind()):
@@ -173,7 +173,7 @@ def _abt_to_shards(
     own = c.new_empty(shape)
     multiply(axis.index, own)
     mine = sizes[axis.index]
-    # Not in place: selective checkpointing may keep what was summed.
+    # Not in place: selective checkpointing may save the operands.
     return Pending(
         None, (), lambda _: own.narrow(dim, 0, mine) + coming.wait().narrow(dim, 0, mine)
     )
@@ -182,9 +182,9 @@ def _abt_to_shards(
 def _write(
     terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, place: Tensor, dim: int
 ) -> None:
-    """``sum of a[..., P] b[P, Q] + bias`` into ``place[..., Q]``, a block of ``dim``."""
+    """Write the sum of ``a[..., P] b[P, Q]`` and bias to ``place[..., Q]``, a block of ``dim``."""
     if selective_region() is not None:
-        # It keeps products that it is told to, by their names, and what writes into a tensor never.
+        # It may be told to save products, by operator, and never saves those of out= variants.
         total = _sum_of([(a, b.t()) for a, b in terms], bias, None)
         place.copy_(total)
         return
@@ -201,7 +201,7 @@ def _write(
 
 
 def _matrices(x: Tensor, dim: int) -> Tensor:
-    """``x[..., P]`` as ``[batch, tokens, P]``, where ``dim`` is the first of the tokens' dims."""
+    """``x[..., P]`` as ``[batch, tokens, P]``: the dims before ``dim``, and those from it on."""
     *tokens, features = x.shape
     return x.reshape(math.prod(tokens[:dim]), math.prod(tokens[dim:]), features)
 
@@ -209,7 +209,7 @@ def _matrices(x: Tensor, dim: int) -> Tensor:
 def _sum_of(
     terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, others: Tensor | None
 ) -> Tensor:
-    """This rank's part of the sum, in the order of the tokens."""
+    """This rank's partial sum, in the order of the tokens."""
     (c, b), *more = terms
     total = c @ b.t()
     for c, b in more:
@@ -222,7 +222,7 @@ def _sum_of(
 def _fused_leaving(
     terms: Sequence[tuple[Tensor, Tensor]], shards: Shards, bias: Tensor | None
 ) -> Pending:
-    """:func:`abt_leaving` by one operator, of all terms side by side."""
+    """:func:`abt_leaving` by one fused operator, on the concatenated terms."""
     dim, _, axis = shards
     adding = None if bias is None else all_reduce(bias, axis)
     (c, b), *more = terms

@@ -1,10 +1,10 @@
-"""The weight-stationary product: the weight stays, tokens come to it and partial sums leave it.
+"""The weight-stationary product: the weight stays, tokens are gathered and partial sums reduced.
 
-Every rank multiplies all the tokens, in the features of its own block of the weight, by that
-block. The products add up along the axis that splits the features in: ``tp_row`` for Colwise2D and
-Block2DParallel, ``tp_col`` for Rowwise2D. What gathers the tokens and sums the products is a change
-of layout on either side, so nothing here communicates but the bias's gradient, and what crosses the
-wire is in proportion to the tokens alone.
+Every rank multiplies all tokens, in the features of its own block of the weight, by that block. The
+products are partial sums along the axis that shards the input features: ``tp_row`` for Colwise2D
+and Block2DParallel, ``tp_col`` for Rowwise2D. Gathering the tokens and summing the products are
+redistributions before and after, so that only the bias's gradient is communicated here, and the
+amount transferred is proportional to the tokens alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def bias_part(op: LinearOp) -> tuple[int, int, int]:
     """The part of the bias ``[Nj]`` that this rank adds: its start in the result, its start in the
     bias, its length.
 
-    The results are summed along an axis, so one rank of it adds each element: the first row where
-    they are ``[M, Nj]``; where they are ``[M, Ni]``, the column that holds the element.
+    The results are summed along an axis, so only one of its ranks may add each element: the first
+    mesh row for results ``[M, Nj]``; for ``[M, Ni]``, the mesh column that holds the element.
     """
     row, col = op.cut.row, op.cut.col
     of_col = col.split(op.out_features)
@@ -45,9 +45,9 @@ def bias_part(op: LinearOp) -> tuple[int, int, int]:
 
 
 def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
-    """All the tokens times this rank's block.
+    """Multiply all tokens by this rank's block of the weight.
 
-    Let M be all the tokens, K and N the features in and out.
+    Let M be the number of all tokens, K and N those of the input and output features.
 
     ==================  ==============  ===============  =====================================
     ``gathers_input``   x of (i, j)     weight           result
@@ -56,15 +56,15 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     no                  ``[M, Kj]``     ``W[Ni, Kj]``    ``[M, Ni]``, partial along ``tp_col``
     ==================  ==============  ===============  =====================================
 
-    The bias is ``[Nj]``. The gradient of the result is whole, on all ranks that it is summed over.
-    That of ``x`` is a partial sum along the other axis, for whoever gathered ``x`` to reduce.
+    The bias is ``[Nj]``. The gradient of the result is replicated on the ranks that it is summed
+    over. That of ``x`` is a partial sum along the other axis, reduced where ``x`` was gathered.
     """
     op = call.op
     x = undeferred(x)
     y = x.flatten(0, -2) @ (weight if op.transposed else weight.t())
     if bias is not None:
         at, start, length = bias_part(op)
-        # Not in place: selective checkpointing may keep products.
+        # Not in place: selective checkpointing may save products.
         y = y + F.pad(bias[start : start + length], (at, y.shape[-1] - at - length))
     return Forward((y.view(*x.shape[:-1], y.shape[-1]),), (x, weight), bias is not None)
 
@@ -77,7 +77,7 @@ def backward(
     rows, grad = x.flatten(0, -2), undeferred(grads[0]).flatten(0, -2)
     bias_grad = _bias_grad(grad.sum(0), op) if state and needs.bias else None
     dx = dw = db = None
-    # All the tokens are here, so the weight's gradient is whole: nothing is summed.
+    # Every rank has all tokens, so the weight's gradient is not partial and needs no reduction.
     if needs.weight:
         dw = rows.t() @ grad if op.transposed else grad.t() @ rows
     if needs.x:
@@ -89,7 +89,7 @@ def backward(
 
 
 def _bias_grad(total: Tensor, op: LinearOp) -> Pending:
-    """The gradient of the bias ``[Nj]`` from that of the result, summed over the tokens."""
+    """The gradient of the bias ``[Nj]`` from the result's gradient summed over the tokens."""
     if op.gathers_input:
         return Pending(total)
     at, start, length = bias_part(op)

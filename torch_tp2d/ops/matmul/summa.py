@@ -1,8 +1,8 @@
 """``summa``: broadcast a panel of each operand, multiply, add (van de Geijn and Watts, 1997).
 
-The shared dim P is cut into panels, each owned by one grid column in ``a`` and one grid row in
-``b``. ``a`` is cut into C blocks and ``b`` into R, so panels end wherever either block does, and
-any grid will do. The next panel travels while this one multiplies.
+The contracted dim P is split into panels, each owned by one mesh column in ``a`` and one mesh row
+in ``b``. ``a`` has C blocks in P and ``b`` has R, so a panel ends wherever a block of either does,
+and any grid will do. The next panel is transferred while the current one is multiplied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SQUARE = False
 
 
 class _Panel(NamedTuple):
-    """A range of P: who owns it along each axis, and where it starts in the owner's block."""
+    """A range of P: its owner along each axis, and its start in the owner's block."""
 
     width: int
     row: int

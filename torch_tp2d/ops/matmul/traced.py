@@ -1,12 +1,13 @@
 """``pipelined`` in a graph that ``torch.compile`` traces, which has plain tensors only.
 
-There a Linear and the transfer beside it are one autograd node, and what the node starts it awaits.
-The users of one gathered input still share one gather, beside which the first of them is
-multiplied, and one scatter of its gradient. A weight is gathered when its module runs.
+There a Linear and the transfer beside it are one autograd node, which awaits every transfer that it
+starts. The Linears that take one gathered input still have one gather, which overlaps with the
+product of the first, and one reduce-scatter of its gradient. A weight is gathered when its module
+runs.
 
-The order in which a node does things is that of the graph. Inductor looks for one that takes less
-memory, and transfers that wait for nothing beside them do:
-``torch.compile(options={"reorder_for_peak_memory": False})`` keeps it.
+The order of operations in a node becomes that of the graph. Inductor looks for an order that uses
+less memory, and transfers that overlap with nothing do:
+``torch.compile(options={"reorder_for_peak_memory": False})`` keeps the order.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def backward(
     if needs.x and not op.keep_weight:
         moving = prefetch(op.as_b(weight), op.cut)
     summing = reducing = weight_grad = None
-    # What is on its way beside the weight's gradient is this node's own transfer, and beside
-    # that gradient's is the other product.
+    # This node's own transfer overlaps with the product of the weight's gradient, and the reduction
+    # of that gradient with the other product.
     dx = dw = db = None
     if arriving is not None and arriving.waits_for_product and needs.x:
         dx, partial = ab_arriving(arriving, moving.wait(), also=x if needs.weight else None)
@@ -78,7 +79,7 @@ def backward(
         dx = summing.wait()
     elif needs.x and dx is None:
         dx = grad @ moving.wait()
-    # Waited for here: a gradient still under way breaks compile and may be read too early.
+    # Awaited here: a gradient still under way breaks torch.compile and may be read too early.
     if weight_grad is not None:
         dw = op.weight_grad(weight_grad.wait(), grad.dtype)
     if reducing is not None:
