@@ -23,8 +23,7 @@ from .resolve import LINEAR_STYLES, Entry, features_of, nearest, unlifted
 
 
 def with_surroundings(entries: list[Entry]) -> list[Entry]:
-    """The entries, where each style that needs it knows the plan for the tensors around its module.
-    """
+    """The entries, each style that needs it told what the plan says of the tensors around it."""
     beside, taking = defaultdict(list), defaultdict(list)
     giving = set()
     for entry in entries:
