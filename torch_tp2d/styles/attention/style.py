@@ -75,8 +75,8 @@ class Attention2D(GridStyle):
 
     Raises:
         ValueError: when applied, if the heads cannot be split; in forward, for shapes that do not
-            fit the tokens, dropout inside attention, and if the module computes its attention
-            without ``scaled_dot_product_attention`` where that would be wrong.
+            fit the tokens, and if the module computes its attention without
+            ``scaled_dot_product_attention`` where that would be wrong.
 
     Example::
 
