@@ -1,4 +1,4 @@
-"""Before a collective: which it is, compared over the ranks, and who is to blame for a failure."""
+"""Compares each collective over the ranks before it starts, and finds the rank behind a failure."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ from .layers import current_layer
 __all__ = ["RanksDisagree", "Watch", "give_up", "is_real", "meet", "watch_of", "watched"]
 
 _GRACE = 5.0
-"""At most so many seconds are spent on finding out, after waiting in vain, who it is for."""
+"""Seconds, at most, that a rank spends after a timeout on finding out which ranks are missing."""
 
 
 class RanksDisagree(RuntimeError):
-    """The ranks are about to do different things, or one of them does nothing."""
+    """The ranks are about to run different collectives, or some rank did not reach its own."""
 
 
 @dataclass(eq=False)
 class Watch:
-    """What is known of one group."""
+    """One process group under watch.
+
+    ``patience`` is how many seconds to wait for the other ranks, ``grace`` how many more to spend
+    on finding out which of them are missing. ``backwards`` counts the backward passes that
+    reached the comparison of copies.
+    """
 
     wires: Wires
     patience: float
@@ -45,7 +50,7 @@ _watches: WeakKeyDictionary[dist.ProcessGroup, dict[str, Watch]] = WeakKeyDictio
 
 
 def watch_of(group_name: str, device: torch.device) -> Watch:
-    """That of a group, made (by all its ranks) when it is first asked for."""
+    """The :class:`Watch` of a group. All ranks of the group make it together, at the first call."""
     world = dist.group.WORLD
     assert world is not None
     watches = _watches.setdefault(world, {})
@@ -67,7 +72,7 @@ def watch_of(group_name: str, device: torch.device) -> Watch:
 
 
 def is_real(x: Tensor, group_name: str) -> bool:
-    """Whether something travels."""
+    """Whether a collective on ``x`` really sends data: not on meta or fake tensors or groups."""
     group = resolve_process_group(group_name)
     if x.is_meta or dist.get_backend(group) == "fake":
         return False
@@ -78,8 +83,8 @@ def watched(pieces: Sequence[partial[Tensor]]) -> Callable[[], Any]:
     """Compare a transfer with the other ranks' before it starts.
 
     Returns:
-        What makes a context for starting it and for waiting, in which its failures are put into
-        words.
+        A factory of contexts in which to start the transfer and to wait for it. A RuntimeError
+        raised inside becomes a :class:`RanksDisagree` that names the ranks at fault.
     """
     first, group_name = pieces[0].args[0], pieces[0].args[-1]
     if not is_real(first, group_name):
@@ -115,7 +120,7 @@ def _described(pieces: Sequence[partial[Tensor]]) -> Message:
 
 
 def _fits(a: Message, b: Message, i: int, j: int) -> bool:
-    """Whether what rank ``i`` of a group does is the counterpart of what rank ``j`` does."""
+    """Whether ranks ``i`` and ``j`` of a group describe two sides of one collective."""
     if any(a.get(key) != b.get(key) for key in ("op", "dtype", "where", "alike")):
         return False
     if "sends" not in a:
@@ -126,7 +131,14 @@ def _fits(a: Message, b: Message, i: int, j: int) -> bool:
 
 
 def meet(watch: Watch, mine: Message, what: str) -> list[Message]:
-    """Every rank's message, in the group's order."""
+    """Exchange messages with all ranks of the group, and return them in the group's order.
+
+    Args:
+        what: describes the meeting, for the error.
+
+    Raises:
+        RanksDisagree: if a rank has ended, has given up, or does not answer in time.
+    """
     wires = watch.wires
     heard = wires.exchange(mine, watch.patience)
     for rank, message in heard.items():
@@ -141,7 +153,7 @@ def meet(watch: Watch, mine: Message, what: str) -> list[Message]:
 
 
 def _heed(rank: int, message: Message) -> None:
-    """Give up if another rank has."""
+    """Give up if the message of another rank says that it has given up or is stuck."""
     if "failed" in message:
         give_up(message["failed"])
     if "stuck" in message:
@@ -150,7 +162,7 @@ def _heed(rank: int, message: Message) -> None:
 
 
 def give_up(why: str, cause: Exception | None = None) -> NoReturn:
-    """Raise, and have every rank that this one meets raise too."""
+    """Raise, after telling the ranks of all groups that this one is in, so that they raise too."""
     _tell_all({"failed": why})
     raise RanksDisagree(why) from cause
 
@@ -166,10 +178,10 @@ def _tell_all(message: Message) -> None:
 
 
 def _find_missing(watch: Watch, silent: set[int], what: str) -> NoReturn:
-    """Raise for ranks that did not come, and not for those that wait in vain themselves.
+    """Raise for the ranks that did not come, but not for ranks that are themselves stuck waiting.
 
-    Every rank that is stuck tells the ranks that it has wires to what it knows, until nobody
-    learns anything new: so it is known of ranks in another row and column too.
+    Every stuck rank passes what it knows on to the ranks it is connected to, and repeats that
+    whenever it learns more. So news also arrives of ranks in other mesh rows and columns.
     """
     waited = {rank: what for rank in silent}
     stuck = {watch.wires.rank}
@@ -190,7 +202,7 @@ def _find_missing(watch: Watch, silent: set[int], what: str) -> NoReturn:
                     waited = {**dict(message["missing"]), **waited}
         if known != (len(waited), len(stuck)):
             tell()
-    # Where all wait for one another nobody is to blame more than the others.
+    # If all the missing ranks are stuck themselves, no rank is more to blame than another.
     missing = waited.keys() - stuck or silent
     give_up(f"{name_ranks(missing)} did not come to {waited[min(missing)]}")
 
@@ -206,7 +218,7 @@ def _in_words(watch: Watch, what: str) -> Iterator[None]:
 
 
 def _find_cause(watch: Watch, what: str, error: RuntimeError) -> NoReturn:
-    """Raise for a collective that all ranks had come to, and that failed under way."""
+    """Raise for a collective that all ranks had reached, and that failed while it ran."""
     wires = watch.wires
     said = str(error).splitlines()[0]
     _tell_all({"stuck": f"the end of {what}", "missing": [], "waiting": [wires.rank]})

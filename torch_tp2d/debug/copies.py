@@ -1,4 +1,4 @@
-"""After a backward: copies of parameters, and their gradients, compared over the ranks."""
+"""Compares the copies of replicated parameters, and their gradients, after a backward pass."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ from .collectives import give_up, is_real, meet, watch_of
 __all__ = ["compare_every", "runs_backward"]
 
 _every = 0
-"""Of so many backward passes one is followed by a comparison; 0: none is."""
+"""One of this many backward passes is followed by a comparison; 0 turns comparisons off."""
 
 _passes: dict[int, dict[nn.Module, None]] = {}
-"""The modules whose backward ran, of each backward pass under way (autograd has its own threads).
+"""Modules whose backward ran, keyed by the id of autograd's graph task.
+
+A key is needed because autograd runs backward passes in threads of its own.
 """
 
 
 def compare_every(passes: int) -> None:
-    """Follow one of so many backward passes by a comparison, or, with 0, none."""
+    """Set how many backward passes there are to one comparison; 0 turns comparisons off."""
     global _every
     _every = passes
 
 
 def runs_backward(module: nn.Module, grad: Tensor) -> None:
-    """The gradient of what a module gave has come: its copies are compared when all is done."""
+    """Hook on a module's output: compare the module's parameters when this backward pass ends."""
     task = current_graph_task_id()
     if _every == 0 or task == -1 or torch.compiler.is_compiling():
         return
     if task not in _passes:
         while len(_passes) > 8:
-            # Of passes that raised.
+            # Entries of backward passes that raised are never popped otherwise.
             del _passes[min(_passes)]
         _passes[task] = {}
-        # After what others have to do at the end: FSDP2 puts the gradients in their places.
+        # Queued twice, so that it runs after others' callbacks: FSDP2 assigns gradients in its own.
         at_end_of_backward(lambda: at_end_of_backward(partial(_compare_copies, task)))
     _passes[task][module] = None
 
 
 @dataclass
 class _Copy:
-    """This rank's copy of a parameter that is whole along an axis."""
+    """This rank's copy of a parameter that is replicated along an axis."""
 
     name: str
     param: DTensor
@@ -66,7 +68,7 @@ def _compare_copies(task: int) -> None:
 
 
 def _copies(modules: Iterable[nn.Module]) -> list[tuple[Axis, list[_Copy]]]:
-    """Of the modules' parameters those that are whole along an axis, for each axis."""
+    """For each axis, those of the modules' parameters that are replicated along it."""
     found: dict[str, tuple[Axis, dict[int, _Copy]]] = {}
     for module in modules:
         runner: Any = module.__dict__.get("_tp2d")
@@ -86,7 +88,7 @@ def _copies(modules: Iterable[nn.Module]) -> list[tuple[Axis, list[_Copy]]]:
                     copies = found.setdefault(axis.group, (axis, {}))[1]
                     known = copies.get(id(param), copy)
                     copies[id(param)] = min(known, copy, key=lambda one: one.name)
-    # By name: gradients reach a row without samples in an order of its own.
+    # Sorted by name, since a row without samples gets its gradients in a different order.
     return [
         (axis, sorted(copies.values(), key=lambda copy: copy.name))
         for axis, copies in sorted(found.values(), key=lambda of: of[0].name)
@@ -133,7 +135,7 @@ _CHUNK = 1 << 20
 
 
 def _fact(x: Any, axis: Axis) -> Message | None:
-    """A few numbers that tell a tensor from another; None if there is none to compare."""
+    """A few numbers that identify a tensor's values; None if it is not replicated on ``axis``."""
     if not isinstance(x, DTensor):
         return None
     names = x.device_mesh.mesh_dim_names or ()
@@ -144,7 +146,7 @@ def _fact(x: Any, axis: Axis) -> Message | None:
     for start, part in zip(range(0, len(local), _CHUNK), local.split(_CHUNK), strict=False):
         finite = part.isfinite()
         values = torch.where(finite, part, 0).double()
-        # Weights that no permutation and no change of sign leaves the same.
+        # Weights of different sizes, so that a permutation or a change of sign changes the total.
         weights = torch.arange(start, start + len(part), device=part.device, dtype=torch.float64)
         weights = 0.5 + (weights * 0.6180339887498949).frac_()
         total += float(values @ weights)
@@ -155,10 +157,11 @@ def _fact(x: Any, axis: Axis) -> Message | None:
 
 
 def _difference(what: str, facts: list[Message | None], largest: float) -> list[str]:
-    """What differs by more than rounding, in words; nothing if nothing does.
+    """A description of a difference that exceeds rounding, in a list; empty if there is none.
 
-    Copies are computed by each rank for itself in places, and then agree to rounding only: up to
-    half of the digits, of what is not itself rounding in the gradient of another parameter.
+    In places each rank computes its copy by itself, and then the copies agree up to rounding only.
+    The tolerance is half of the dtype's digits, relative to the copy's own norm, plus rounding
+    relative to ``largest``, the largest norm of any gradient.
     """
     there = [fact for fact in facts if fact is not None]
     if not there:

@@ -1,4 +1,4 @@
-"""The layer whose forward or backward is under way, to which a transfer belongs."""
+"""Which layer's forward or backward is running, so that a transfer can be attributed to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LABEL = "tp2d_layer"
 
 @contextmanager
 def forward_of(name: str) -> Iterator[None]:
-    """While it is entered, the forward of the layer of this name runs."""
+    """Context in which transfers belong to the forward of the layer of this name."""
     _layers.running.append(name)
     try:
         yield
@@ -34,7 +34,10 @@ def forward_of(name: str) -> Iterator[None]:
 
 
 def label(nodes: list[Any], given: Collection[Any], name: str) -> None:
-    """Note the layer's name on the nodes of a graph, back to those that were ``given`` to it."""
+    """Note the layer's name on its autograd nodes.
+
+    Walks back from ``nodes``, those of the layer's outputs, to ``given``, those of its inputs.
+    """
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in given or _LABEL in node.metadata:
@@ -44,7 +47,7 @@ def label(nodes: list[Any], given: Collection[Any], name: str) -> None:
 
 
 def current_layer() -> str:
-    """What runs in this thread, in words."""
+    """A description, for messages, of the layer that runs in this thread."""
     if _layers.running:
         return f"the forward of {_layers.running[-1]}"
     if current_graph_task_id() == -1:

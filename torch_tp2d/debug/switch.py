@@ -1,4 +1,4 @@
-"""Debug mode on and off, and what a styled module runs while it is on."""
+"""Turns debug mode on and off, and wraps the forward of a styled module while it is on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["disable", "enable", "enable_by_environment", "is_on", "run_as_layer"
 
 
 def enable(every: int = 1) -> None:
-    """Turn debug mode on. To be called by every rank, before what is to be watched.
+    """Turn debug mode on. Every rank has to call it, before the code that is to be watched.
 
     Args:
-        every: of how many backward passes one is followed by a comparison of copies.
+        every: one of this many backward passes is followed by a comparison of copies.
 
     Raises:
         ValueError: unless ``every`` is positive.
@@ -51,9 +51,10 @@ def is_on() -> bool:
 
 
 def run_as_layer(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``run(*args, **kwargs)``, the forward of ``module``, with its transfers known as its own.
+    """Run ``run(*args, **kwargs)``, the forward of ``module``, and attribute its transfers to it.
 
-    Those of its backward too: the nodes of the graph that it made are labelled.
+    The autograd nodes that it creates are labelled, so that the transfers of its backward are
+    attributed to it too.
     """
     runner: Any = module.__dict__["_tp2d"]
     name = repr(runner.name) if runner.name else describe_module(module)
@@ -70,7 +71,11 @@ def run_as_layer(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: 
 
 
 def enable_by_environment() -> None:
-    """As ``TP2D_DEBUG`` says."""
+    """Turn debug mode on if the environment variable ``TP2D_DEBUG`` says so.
+
+    Raises:
+        ValueError: if it is set to anything but a number.
+    """
     given = os.environ.get("TP2D_DEBUG", "")
     if not given.isdecimal() and given:
         raise ValueError(

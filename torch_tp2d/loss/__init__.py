@@ -1,7 +1,7 @@
-"""Losses of logits that lie on the 2-D mesh.
+"""Losses of logits that are sharded over the 2-D mesh.
 
-``vocab_parallel`` has the loss, ``context`` the one that torch's own calls become inside
-:func:`torch_tp2d.loss_parallel`.
+``vocab_parallel`` computes the loss; ``context`` has :func:`torch_tp2d.loss_parallel`, inside
+which torch's own ``cross_entropy`` becomes that loss.
 """
 
 from .context import loss_parallel

@@ -1,4 +1,4 @@
-"""``loss_parallel``: torch's own cross entropy, of logits that lie on the 2-D mesh."""
+"""``loss_parallel``: torch's own cross entropy call, for logits sharded over the 2-D mesh."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ __all__ = ["loss_parallel"]
 def loss_parallel() -> Iterator[None]:
     """:func:`torch.distributed.tensor.parallel.loss_parallel` for logits on a 2-D mesh.
 
-    :func:`torch.nn.functional.cross_entropy` and :class:`torch.nn.CrossEntropyLoss` of a DTensor
-    are :func:`cross_entropy` inside, with torch's own arguments: classes in dim 1 of more than two,
-    ``weight``, ``ignore_index``, ``reduction`` and ``label_smoothing``. So the loss line of a
-    one-dimensional plan stays as it is. What differs from torch's context:
+    Inside the context, :func:`torch.nn.functional.cross_entropy` and
+    :class:`torch.nn.CrossEntropyLoss` of a DTensor compute :func:`cross_entropy`, with torch's own
+    arguments: ``weight``, ``ignore_index``, ``reduction`` and ``label_smoothing``, and the classes
+    in dim 1 where there are more than two dims. So the loss line of a one-dimensional plan stays as
+    it is. What differs from torch's context:
 
     - The mean is over all tokens of the mesh, and the loss a plain scalar, the same on every rank.
       Only on other meshes than ``("tp_row", "tp_col")`` is it a replicated DTensor, as torch's.
-    - Targets and class weights may be plain tensors, whole on every rank.
-    - ``backward()`` may be called inside or after.
-    - Nothing is changed but what this thread calls: no other thread, no other ``log_softmax``.
+    - Targets and class weights may be plain tensors, replicated on every rank.
+    - ``backward()`` may be called inside the context or after it.
+    - Only calls of this thread are affected, and ``log_softmax`` is left alone.
 
-    Logits may be flattened inside, ``logits.flatten(0, 1)``, whatever the batch and the mesh.
-    Outside, DTensor refuses to flatten a batch that does not divide over the mesh; inside, what
-    comes of that can be cast, and a loss made of it, nothing else.
+    Inside, logits may be flattened, ``logits.flatten(0, 1)``, whatever the batch and the mesh.
+    Outside, DTensor refuses to flatten a batch that does not divide over the mesh. The flattened
+    result of such a batch can only be cast and given to the loss.
 
-    A plain tensor's loss is torch's own.
+    The loss of a plain tensor is torch's own.
 
     Raises:
         TypeError: inside, by :func:`torch.nn.functional.nll_loss` of a DTensor.
-        ValueError: inside, for logits on the ``tp_row`` or ``tp_col`` of a larger mesh alone, which
-            do not tell what the other axis does; and as :func:`cross_entropy`.
+        ValueError: inside, for logits on only the ``tp_row`` or the ``tp_col`` of a larger mesh,
+            from which the placement on the other axis is not known; and as :func:`cross_entropy`.
 
     Example::
 
@@ -91,7 +92,7 @@ def _as_torch(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """:func:`torch.nn.functional.cross_entropy` with its own parameters."""
+    """:func:`cross_entropy` with the signature of :func:`torch.nn.functional.cross_entropy`."""
     if size_average is not None or reduce is not None:
         whole = "sum" if size_average is False else "mean"
         reduction = "none" if reduce is False else whole
@@ -105,10 +106,11 @@ def _as_torch(
 
 
 class _FlatLogits(Tensor):
-    """Logits ``[B, S, V]`` as ``[B * S, V]``, where DTensor has no placement for that.
+    """Logits ``[B, S, V]`` viewed as ``[B * S, V]``, where DTensor has no placement for the view.
 
-    A batch of 3 on two rows leaves 2 S tokens and S, which no Shard of 3 S is. A loss needs no such
-    placement; anything else, a change of dtype excepted, raises what DTensor raised.
+    A batch of 3 over two mesh rows gives them 2 S and S tokens, and no Shard of 3 S tokens splits
+    them so. The loss needs no such placement. Any other operation, except a change of dtype, raises
+    the error that DTensor raised.
     """
 
     whole: DTensor
@@ -130,7 +132,7 @@ class _FlatLogits(Tensor):
         return f"flattened({self.whole!r})"
 
     def unflatten_target(self, target: Tensor) -> Tensor:
-        """A target ``[B * S]``, or this rank's part of it, with the dims of the tokens again."""
+        """A target ``[B * S]``, or this rank's shard of it, as ``[B, S]``."""
         for shape in (self.whole.shape[:-1], self.whole.to_local().shape[:-1]):
             if tuple(target.shape) == (math.prod(shape),):
                 return target.view(shape)
@@ -161,7 +163,7 @@ _FLATTENING = frozenset((Tensor.flatten, torch.flatten, Tensor.view, Tensor.resh
 
 @disable_dynamo
 def _flatten(func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-    """``func(*args, **kwargs)``, or what stands for logits that DTensor cannot flatten."""
+    """``func(*args, **kwargs)``, or :class:`_FlatLogits` for logits that DTensor cannot flatten."""
     x = args[0]
     flat = math.prod(x.shape[:-1]), x.shape[-1]
     try:
@@ -174,7 +176,7 @@ def _flatten(func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     if not isinstance(result, DTensor) or x.ndim < 3 or result.shape != flat:
         return result
     if any(isinstance(p, StridedShard) for p in result.placements):
-        # DTensor flattens a sequence that does not divide, but fails in backward to undo it.
+        # DTensor flattens a sequence that does not divide, but its backward fails to unflatten it.
         local = x.to_local(grad_placements=x.placements).flatten(0, -2)
         return as_dtensor(local, x.device_mesh, result.placements, flat)
     return result

@@ -1,4 +1,4 @@
-"""``cross_entropy`` of logits that lie on the 2-D mesh, which never gathers them."""
+"""``cross_entropy`` of logits that are sharded over the 2-D mesh, without gathering them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     class_dim: int = -1,
 ) -> Tensor:
-    """:func:`torch.nn.functional.cross_entropy` of logits that lie on a 2-D mesh.
+    """:func:`torch.nn.functional.cross_entropy` of logits that are sharded over a 2-D mesh.
 
-    The vocabulary may be split over either axis or both, the tokens over any; logits are never
-    gathered. Loss and gradients equal one device's on the same global batch: nothing is left to
-    scale by hand.
+    The vocabulary may be split over either axis or both, and so may the tokens; logits are never
+    gathered. Loss and gradients equal those of one device on the same global batch, so nothing has
+    to be scaled by hand.
 
     Args:
         logits: a DTensor ``[B, S, V]`` or ``[N, V]`` on a ``("tp_row", "tp_col")`` mesh, as a head
             with ``use_local_output=False`` gives it, or flattened from that; with ``class_dim=1``
             ``[N, V, d1, ...]``.
-        target: class ids, one per token: the logits' shape without the classes. Either whole, the
-            same on every rank, or this rank's part of it, cut as the tokens of the logits are, or
-            a DTensor.
-        weight: ``[V]``, what each class counts for: whole, the same on every rank, or a DTensor.
-            A mean is divided by the sum of the targets' weights.
-        ignore_index: tokens with this target count for nothing.
+        target: class ids, one per token: the logits' shape without the classes. Either replicated
+            on every rank, or this rank's shard, split as the tokens of the logits are, or a
+            DTensor.
+        weight: ``[V]``, the weight of each class: replicated on every rank, or a DTensor. A mean
+            is divided by the sum of the targets' weights.
+        ignore_index: tokens with this target do not count.
         reduction: ``"mean"`` over *all* tokens of the mesh that count, ``"sum"``, or ``"none"``.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         class_dim: the dim of the classes: the last, or 1, where
@@ -56,14 +56,15 @@ def cross_entropy(
 
     Returns:
         A plain scalar, the same on every rank; with ``"none"`` a DTensor of the tokens' losses,
-        placed as the tokens of the logits are. In fp32 for logits of lower precision.
+        placed as the tokens of the logits are. The loss is in fp32 for logits of lower precision.
 
     Raises:
         TypeError: for logits that are no DTensor, or a target that is not of integers.
-        ValueError: for another mesh, a target or weight of another shape, a weight to be learnt,
-            or an unknown ``reduction``.
-        IndexError: for a whole target on the CPU that is no class, as in torch. Where not every
-            rank could tell, and in a compiled graph, the loss is nan.
+        ValueError: for another mesh, a target or weight of another shape, a weight that requires
+            grad, or an unknown ``reduction``.
+        IndexError: for a replicated CPU target that holds an unknown class, as in torch. For a
+            sharded target, where not every rank would see the error, on other devices, and in a
+            compiled graph the loss is nan instead.
 
     Source: vocab-parallel cross entropy of Megatron-LM (arXiv 1909.08053, section 3), which moves
     three numbers per token instead of V.
@@ -85,8 +86,8 @@ def cross_entropy(
     return loss_of(logits, target, weight, ignore_index, reduction, label_smoothing, class_dim)
 
 
-# A graph cannot look up what a mesh is made of, nor hand out a DTensor that is a view of what it
-# was given: a compiled loss is run as it is, between two graphs.
+# Dynamo's graphs cannot look up a mesh's axes, nor return a DTensor that is a view of an input.
+# So the loss breaks a compiled graph in two and runs eagerly between them.
 @disable_dynamo
 def loss_of(
     logits: DTensor,
@@ -97,7 +98,10 @@ def loss_of(
     label_smoothing: float,
     class_dim: int,
 ) -> Tensor:
-    """:func:`cross_entropy` on any mesh; on others than a grid the loss is a replicated DTensor."""
+    """:func:`cross_entropy` on any mesh.
+
+    On meshes other than ``("tp_row", "tp_col")`` the loss is a replicated DTensor.
+    """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction is "mean", "sum" or "none", not {reduction!r}')
     if not 0.0 <= label_smoothing <= 1.0:
@@ -192,7 +196,7 @@ def _mean(
         if whole_target is None:
             both = _sum_over(both, token_axes)
         count, divisor = both.unbind()
-    # nan where no token counts, as in torch, but with gradients of zero, as in torch.
+    # Where no token counts, the loss is nan and the gradients are zero, both as in torch.
     divisor = torch.where(count > 0, divisor, 1)
     return torch.where(count > 0, total / divisor, torch.nan)
 
@@ -213,11 +217,11 @@ def as_dtensor(
 
 
 def _part(whole: Tensor, axes: Sequence[Axis], placements: Placements) -> Tensor:
-    """This rank's part of a tensor that is whole on every rank."""
+    """This rank's shard of a tensor that is replicated on every rank."""
     for axis, placement in zip(axes, placements, strict=True):
         if isinstance(placement, StridedShard):
-            # What DTensor makes of a sequence that an axis cuts when the batch is flattened into
-            # it: as many pieces as there are sequences, each of them cut.
+            # DTensor makes this of a sharded sequence dim that is flattened with the batch before
+            # it: as many pieces as there are sequences, and the axis splits each of them.
             dim = placement.dim
             pieces = whole.chunk(int(placement.split_factor), dim)
             whole = torch.cat([_chunk(piece, dim, axis) for piece in pieces], dim)
@@ -239,7 +243,7 @@ def _local_target(
     axes: Sequence[Axis],
     mesh: DeviceMesh,
 ) -> tuple[Tensor, Tensor | None]:
-    """The targets of this rank's tokens, and all of them where they are at hand."""
+    """The targets of this rank's tokens, and the full target if this rank holds it, else None."""
     if isinstance(target, DTensor):
         if target.device_mesh != mesh or tuple(target.shape) != shape:
             raise ValueError(
@@ -264,7 +268,10 @@ def _local_target(
 
 
 def _check_classes(target: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raises torch's error where every rank does, and where looking costs no wait for a device."""
+    """Raise torch's error for an unknown class, where looking does not wait for a device.
+
+    The caller passes a replicated target, so that every rank raises or none.
+    """
     if type(target) is not Tensor or target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     unknown = ((target < 0) | (target >= vocab)) & (target != ignore_index)

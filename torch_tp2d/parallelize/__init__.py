@@ -1,4 +1,4 @@
-"""A plan onto the mesh: resolved, checked as a whole on all ranks, and then applied."""
+"""Applying a plan on the mesh: it is resolved, checked in full on all ranks, and then applied."""
 
 from .plan import parallelize_module
 from .table import LayoutRow, LayoutTable, layouts_of

@@ -1,7 +1,7 @@
-"""What every rank has to do alike is compared before the first of them acts on it.
+"""Compares model and plan over the ranks before any rank acts on them.
 
-A plan that differs on one rank has the ranks come to different collectives: they would wait for
-each other until the timeout, or take one tensor for another.
+With a plan that differs on one rank, the ranks would run different collectives: they would wait
+for each other until the timeout, or take one tensor for another.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..mesh.grid import Grid, describe_mesh
 __all__ = ["Fact", "on_all_ranks"]
 
 Fact = tuple[str, str]
-"""What it is about, and what holds for it on this rank: both for messages."""
+"""A subject, and what holds for it on this rank, both worded for messages."""
 
 
 @contextmanager
 def on_all_ranks(mesh: DeviceMesh) -> Iterator[list[Fact]]:
-    """Leave the body with an error on every rank of the mesh, or on none.
+    """Run the body, and raise an error on every rank of the mesh or on none.
 
-    The body must not communicate: a rank on which it raises does not come to what the others do.
-    Nothing is compared on one rank, nor where nothing is sent (a fake process group).
+    The body must not communicate, since a rank on which it raises skips the rest of it. Nothing is
+    compared on a mesh of one rank, nor where nothing is sent (a fake process group).
 
     Args:
         mesh: a mesh that :func:`~torch_tp2d.mesh.grid.check_mesh` has passed.
@@ -40,9 +40,9 @@ def on_all_ranks(mesh: DeviceMesh) -> Iterator[list[Fact]]:
         A list to which the body adds the facts that have to be the same on every rank.
 
     Raises:
-        ValueError: if facts differ, with the first that does and the ranks on either side; if the
-            body raised on other ranks only, with what it raised there. Where it raised here, that
-            error itself.
+        ValueError: if facts differ, naming the first that does and the ranks on either side; or if
+            the body raised on other ranks only, quoting the errors. Where the body raised on this
+            rank, its own error is raised.
     """
     facts: list[Fact] = []
     error: Exception | None = None
@@ -110,11 +110,11 @@ def _of_all_ranks(x: Tensor, grid: Grid) -> Tensor:
 
 
 def _differences(reports: Sequence[tuple[int, list[Fact]]]) -> list[str]:
-    """For each kind of ranks that differ from most: the first fact that does, in words."""
+    """Describes the first differing fact of each group of ranks that differs from the majority."""
     kinds: dict[str, tuple[list[int], list[Fact]]] = {}
     for rank, facts in reports:
         kinds.setdefault(json.dumps(facts), ([], facts))[0].append(rank)
-    # Of equally many ranks those that come first in the mesh.
+    # Among groups of the same size, the one that comes first in the mesh counts as the majority.
     most, usual = max(kinds.values(), key=lambda kind: len(kind[0]))
     return [
         _difference(name_ranks(ranks), facts, name_ranks(most), usual)

@@ -1,4 +1,4 @@
-"""What a plan says of the tensors around a module, for the styles that have to know."""
+"""What a plan says of the tensors around a module, for the styles that need it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .resolve import LINEAR_STYLES, Entry, features_of, nearest, unlifted
 
 
 def with_surroundings(entries: list[Entry]) -> list[Entry]:
-    """Tell each style that has to know what the plan says of the tensors around its module."""
+    """The entries, each style that needs it told what the plan says of the tensors around it."""
     beside, taking = defaultdict(list), defaultdict(list)
     giving = set()
     for entry in entries:
@@ -35,7 +35,7 @@ def with_surroundings(entries: list[Entry]) -> list[Entry]:
             width, out_width = features_of(entry.module)
             taking[id(entry.parent)].append((width, style.input_layouts[1]))
             if style.use_local_output:
-                # Fused projections are handed out side by side, for the user's code to take apart.
+                # The user's code splits a fused output, so its parts' widths may occur there too.
                 for features in {out_width, *style.part_sizes(out_width)}:
                     beside[id(entry.parent)].append((features, style.output_layouts[1]))
     told = []
@@ -63,9 +63,9 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
     streams: set[Any] = set()
     inputs: set[Any] = set()
     widths: set[int] = set()
-    # What this module may be given besides the stream: outputs of its width, made beside it.
+    # Besides the stream, this module may be given outputs of its width from modules beside it.
     own_width, outputs = width_of(module), set()
-    # What stands beside it and is prepared takes the stream as it was before that.
+    # A module beside it whose input is prepared takes the stream as it is before the preparation.
     apart = {e.name: have for e in entries if e.name not in around for have in _before(e)}
     outer = (n for n in apart if not any(n.startswith(f"{other}.") for other in apart))
     inputs |= {apart[n] for n in outer} & _STREAMS
@@ -76,7 +76,7 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
         if isinstance(style, Attention2D):
             in_attention |= entry.name in around
         if isinstance(style, Norm2D | Replicate) and entry.name.rpartition(".")[0] == around[-1]:
-            # Without a graph nothing tells which of them a tensor there is made of.
+            # Without an autograd graph, nothing tells which of these outputs a tensor is made of.
             handed = style.output_layouts or style.input_layouts
             fits = own_width in (None, width_of(entry.module))
             outputs |= {handed[1]} & _STREAMS if fits and handed is not None else set()
@@ -104,11 +104,11 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
     for above in reversed(around):
         prepared = list(_prepared(above, entries))
         if prepared:
-            # What comes in is as it was prepared, what a Rowwise inside gives as that says.
+            # Inside a prepared module, tokens are laid out as prepared, or as a Rowwise gives them.
             within = [entry for entry in entries if entry.name.startswith(f"{above}.") or not above]
             streams, inputs = {prepared[0], *_given(within)}, set()
             break
-    # A model's own input may be whole where what its Rowwise Linears give is split.
+    # The layouts may differ: a model's own input may be replicated, its Rowwise outputs split.
     found = list(streams | inputs)
     stream = found[0] if len(found) == 1 and found[0] in _STREAMS else None
     if stream is not None and not outputs <= {stream}:
@@ -119,7 +119,7 @@ def _surroundings(name: str, module: nn.Module, entries: list[Entry]) -> Surroun
 
 
 def _given(entries: list[Entry]) -> Iterator[Any]:
-    """How tp_col splits the tokens that Rowwise entries give."""
+    """How tp_col splits the tokens of the outputs of Rowwise entries."""
     for entry in entries:
         style = unlifted(entry)
         if isinstance(style, Rowwise2D) and not is_of_features(style.output_layouts[1]):
@@ -130,14 +130,14 @@ _STREAMS = frozenset((dt.Shard(1), dt.Replicate()))
 
 
 def _prepared(name: str, entries: list[Entry]) -> Iterator[Any]:
-    """How an entry for the module of this name has its first input prepared, if one does."""
+    """The ``tp_col`` placement to which an entry prepares this module's first input, if any."""
     for entry in entries:
         if entry.name == name:
             yield from [one.want[1] for one in _inputs(entry)][:1]
 
 
 def _before(entry: Entry) -> list[Any]:
-    """How ``tp_col`` splits the first input of a module, where the plan has it prepared."""
+    """The ``tp_col`` placement of a module's first input before the plan's preparation, if any."""
     return [one.have[1] for one in _inputs(entry)][:1]
 
 

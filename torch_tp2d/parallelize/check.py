@@ -1,4 +1,4 @@
-"""Every mistake in a plan that can be found before anything is changed or sent."""
+"""Finds every mistake in a plan that can be found before anything is changed or sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .resolve import LINEAR_STYLES, Entry, is_hook, out_features_of, unlifted
 
 
 def check_source(rank: int | None, mesh: DeviceMesh) -> None:
-    """Refuse a source that some axis does not have; torch's scatter may leave ranks waiting."""
+    """Refuse a source rank that some axis does not have: torch's scatter may hang on it."""
     if rank is None:
         return
     if not isinstance(rank, int) or isinstance(rank, bool):
@@ -42,7 +42,7 @@ def check_source(rank: int | None, mesh: DeviceMesh) -> None:
 def facts_of(
     module: nn.Module, mesh: DeviceMesh, entries: list[Entry], src_data_rank: int | None
 ) -> list[Fact]:
-    """What decides which collectives a rank runs, from here to the end of training."""
+    """The facts that decide which collectives a rank runs, from here to the end of training."""
     from .. import __version__  # here, as the package imports this module first
 
     named = [
@@ -63,7 +63,7 @@ def facts_of(
 
 
 def _described(style: ParallelStyle) -> str:
-    """A style as every rank writes it: one of the user's own may print an address."""
+    """A style in text that is the same on every rank: a user's own style may print an address."""
     kind = type(style)
     if kind.__module__.partition(".")[0] not in ("torch", "torch_tp2d"):
         return kind.__qualname__
@@ -77,9 +77,10 @@ _MEND = (
 
 
 def _data_parallel(module: nn.Module) -> str | None:
-    """The name of a data-parallel wrapper that keeps parameters of its own, if this is one.
+    """The name of the data-parallel wrapper that ``module`` is, if it keeps its own parameters.
 
-    Told by names, as importing FSDP1 takes time and nobody has one who has not imported it.
+    Recognized by class names: importing FSDP1 takes time, and a user who has not imported it
+    cannot have wrapped a module in it.
     """
     names = [kind.__name__ for kind in type(module).__mro__]
     for name in ("DistributedDataParallel", "FullyShardedDataParallel"):
@@ -89,10 +90,10 @@ def _data_parallel(module: nn.Module) -> str | None:
 
 
 def check_wrappers(root: nn.Module, entries: list[Entry]) -> None:
-    """Refuse modules whose gradients a wrapper of theirs is waiting for on other parameters.
+    """Refuse a plan for modules inside a data-parallel wrapper that keeps the old parameters.
 
-    DistributedDataParallel averages the gradients of the parameters that it was given. Those that
-    a plan puts in their place would not be averaged, without an error.
+    DistributedDataParallel averages the gradients of the parameters that it was given. The
+    gradients of the parameters with which a plan replaces them would silently not be averaged.
     """
     named = {id(entry.module) for entry in entries}
     for name, module in root.named_modules():
@@ -106,7 +107,7 @@ def check_wrappers(root: nn.Module, entries: list[Entry]) -> None:
 
 
 def check_entries(entries: list[Entry], mesh: DeviceMesh) -> None:
-    """Find every mistake that can be found before the first collective."""
+    """Raise for any mistake in an entry that can be found before the first collective."""
     placed: dict[int, tuple[Entry, tuple[Any, ...]]] = {}
     styled: dict[int, Entry] = {}
     for entry in entries:
@@ -137,10 +138,10 @@ def check_entries(entries: list[Entry], mesh: DeviceMesh) -> None:
 
 
 def check_heads(entry: Entry, grid: Grid) -> None:
-    """A projection into heads whose local output would split a head.
+    """Refuse a projection into heads whose local output would end inside a head.
 
-    The module around it views its local output as ``[..., -1, head_dim]``: with half a head that
-    fails later, or mixes heads in silence.
+    The module around it views its local output as ``[..., -1, head_dim]``. With half a head, that
+    fails later or silently mixes heads.
     """
     style = unlifted(entry)
     if not isinstance(style, Colwise2D) or not style.use_local_output or entry.parent is None:
@@ -172,10 +173,10 @@ def check_heads(entry: Entry, grid: Grid) -> None:
 
 
 def check_attention(entry: Entry, entries: list[Entry], grid: Grid) -> None:
-    """Refuse attention by a module's own code over the parts of sequences that rows hold.
+    """Refuse attention that a module's own code computes while mesh rows split the sequence.
 
-    Each row would attend to its own keys, without an error. One that is given whole keys, or
-    DTensors, may know what it does.
+    Each row would silently attend to its own keys alone. A module that is given gathered keys, or
+    DTensors, is let through, as its code may be written for them.
     """
     parent, style = entry.parent, unlifted(entry)
     if parent is None or grid.row.size == 1 or not isinstance(style, LINEAR_STYLES):
@@ -191,7 +192,7 @@ def check_attention(entry: Entry, entries: list[Entry], grid: Grid) -> None:
         return
     beside = [unlifted(other) for other in entries if other.parent is parent]
     linears = [other for other in beside if isinstance(other, LINEAR_STYLES)]
-    # But for the one that takes what attention gives.
+    # All but the output projection, which takes split features from the attention.
     into = [linear for linear in linears if not is_of_features(linear.input_layouts[1])]
     if all(linear.output_layouts[0] == dt.Shard(1) and linear.use_local_output for linear in into):
         where = entry.name.rpartition(".")[0]

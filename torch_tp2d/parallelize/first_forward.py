@@ -1,4 +1,4 @@
-"""What can be checked only when a model first runs: by then every part of a plan is applied."""
+"""Checks that are possible only when a model first runs, with every part of the plan applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .check import _MEND, _data_parallel
 
 
 class FirstForward:
-    """Checks a model once, when it first runs: by then every part of the plan has been applied."""
+    """A forward pre-hook that checks a model when it first runs, and then removes itself."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class FirstForward:
             runner = submodule.__dict__.get("_tp2d")
             if runner is not None:
                 runner.installed(submodule)
-        # All is well: the check has done its work, for this module though not for its copies.
+        # Removed from this module only: a copy still has the hook, and is checked by itself.
         hooks = forward_pre_hooks(module)
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
 
     def _check_empty(self, module: nn.Module) -> None:
-        """Refuse parameters of which some rank holds none, where FSDP2 is outside."""
+        """Refuse parameters of which some rank holds no element, if FSDP2 shards the model."""
         names = (kind.__name__ for inner in module.modules() for kind in type(inner).__mro__)
         if "FSDPModule" not in names:
             return
@@ -93,7 +93,7 @@ class FirstForward:
             refuse_empty(name, param, self.mesh)
 
     def _check_placed(self, module: nn.Module) -> None:
-        """Refuse a model that DistributedDataParallel or FSDP1 has taken the DTensors out of."""
+        """Refuse a model whose DTensors DistributedDataParallel or FSDP1 has replaced."""
         wrapper = _data_parallel(module)
         for prefix, name in self.placed:
             try:

@@ -1,4 +1,4 @@
-"""Projections that lie side by side in one weight, told by what the module after them takes."""
+"""Finds projections that are fused in one weight, by what the modules that follow them take."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _SPLIT = Shard(-1), Shard(2)
 
 class _Linear(NamedTuple):
     name: str
-    """Under the root."""
+    """Its name under the root module."""
     parent: str
     module: nn.Module
     owner: nn.Module
-    """The parent itself."""
+    """The parent module; ``parent`` is its name."""
     style: Any
     columns: int
 
     @property
     def features(self) -> tuple[int, int]:
-        """What goes in, and what comes out."""
+        """Sizes of the input and output features."""
         weight: Any = self.module.weight
         out, into = reversed(weight.shape) if is_conv1d(self.module) else weight.shape
         return into, out
@@ -53,15 +53,15 @@ def check_fused(
     styled: Iterable[tuple[str, nn.Module, nn.Module | None, ParallelStyle]],
     mesh: DeviceMesh,
 ) -> None:
-    """Refuse a plain ``Colwise2D`` for a weight that holds several projections side by side.
+    """Refuse a plain ``Colwise2D`` for a weight that holds several fused projections.
 
-    Queries, keys and values in one Linear, or the two projections of a gated MLP: a plain shard
-    is of one of them, or of parts of two, where the module expects a share of each. The result has
-    the right shape and is wrong. It is told by the module that takes what the projection gives,
-    whose input is several times smaller.
+    One Linear may hold queries, keys and values, or the two projections of a gated MLP. A plain
+    shard of it belongs to one of them, or to two, where the module expects a shard of each: the
+    result has the right shape and wrong values. A fused projection is recognized by the module that
+    takes its output, which takes several times fewer features.
 
     Args:
-        styled: name, module, parent and style of what a plan names.
+        styled: name, module, parent and style of each module that a plan names.
 
     Raises:
         ValueError: naming both modules and the number of parts, unless the style says ``parts=1``.
@@ -90,7 +90,7 @@ def _linears(
         style: Any = entry_style.lifted if isinstance(entry_style, Lifted) else entry_style
         if parent is None or id(parent) not in names or not isinstance(style, _STYLES):
             continue
-        # The short products of an adapter are split as its base layer is, which is looked at.
+        # An adapter's Linears are split as its base layer is, and that is checked.
         if (is_linear(module) or is_conv1d(module)) and ".lora_" not in name:
             columns = Grid(mesh, style.axes).col.size
             yield _Linear(name, names[id(parent)], module, parent, style, columns)
@@ -100,7 +100,7 @@ _STYLES = Block2DParallel, Colwise2D, Rowwise2D
 
 
 def _takers(linear: _Linear, linears: list[_Linear]) -> list[_Linear]:
-    """The Linears that take features split over ``tp_col``, beside this one or a step above."""
+    """The Linears that take features split over ``tp_col``, beside this one or one level above."""
     takers = [
         other
         for other in linears
@@ -116,7 +116,7 @@ def _takers(linear: _Linear, linears: list[_Linear]) -> list[_Linear]:
 
 
 def _side_by_side(linear: _Linear, other: _Linear) -> bool:
-    """Whether two Linears may be given one input, and neither takes what the other gives."""
+    """Whether two Linears may take the same input, so that neither takes the other's output."""
     if not isinstance(other.style, Colwise2D):
         return False
     split = linear.style.input_layouts[1] in _SPLIT
@@ -124,9 +124,9 @@ def _side_by_side(linear: _Linear, other: _Linear) -> bool:
 
 
 def _fused_heads(linear: _Linear, takers: list[_Linear]) -> str:
-    """Why a projection of more query heads than key heads is fused, if it is."""
+    """Why a projection of more query heads than key heads looks fused; empty if it does not."""
     if not any(hasattr(linear.owner, name) for name in (*HEADS, *HEAD_SIZES)):
-        # A Hugging Face MLP has a config too, which says how many heads the attention has.
+        # Not attention: a Hugging Face MLP has the config too, which counts the attention's heads.
         return ""
     query, key = head_counts(linear.owner)
     _, out = linear.features
@@ -152,7 +152,7 @@ def _fused_heads(linear: _Linear, takers: list[_Linear]) -> str:
 
 
 def _fused_parts(linear: _Linear, takers: list[_Linear]) -> str:
-    """Why a projection is several of one size, if it is."""
+    """Why a projection looks like several of one size; empty if it does not."""
     _, out = linear.features
     widths = {taker.features[0]: taker for taker in takers}
     fitting = [into for into in widths if out % into == 0]

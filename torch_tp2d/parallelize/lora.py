@@ -28,7 +28,7 @@ __all__ = ["is_adapted", "parts"]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it is a module with adapters, told by its parts."""
+    """Whether a module carries adapters, recognized by the names of its children."""
     children = dict(module.named_children())
     return "base_layer" in children and isinstance(children.get("lora_A"), nn.ModuleDict)
 
@@ -36,21 +36,21 @@ def is_adapted(module: nn.Module) -> bool:
 def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
     """The parts of a module with adapters, and what a style for it means for each.
 
-    The base layer gets the style. A product with the adapter's short dim ``r`` is small, so where
-    a product of the base layer would move tokens of full width, the adapter's moves tokens of
-    width ``r``:
+    The base layer gets the style. Products with the adapter's short dim ``r`` are small, so where
+    the base layer would move tokens of full width, the adapter moves tokens of width ``r``. By how
+    the features of the base layer's input and output are laid out along ``tp_col``:
 
     =========================  ==========================  =================================
-    features of the base       ``lora_A``                  ``lora_B``
+    base's input, output       ``lora_A``                  ``lora_B``
     =========================  ==========================  =================================
-    come whole, leave split    ``Replicate``               ``Colwise2D``
-    come split, leave whole    ``Rowwise2D``               ``Replicate``
-    come split, leave split    ``Rowwise2D``               ``Colwise2D``
-    come whole, leave whole    ``Replicate``               ``Replicate``
+    replicated, split          ``Replicate``               ``Colwise2D``
+    split, replicated          ``Rowwise2D``               ``Replicate``
+    split, split               ``Rowwise2D``               ``Colwise2D``
+    replicated, replicated     ``Replicate``               ``Replicate``
     =========================  ==========================  =================================
 
     Yields:
-        Name under ``module``, module, style.
+        The part's name under ``module``, the part, and its style.
 
     Raises:
         ValueError: for adapters that are not a pair of Linears, and for a style that is not one of

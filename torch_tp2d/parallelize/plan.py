@@ -1,4 +1,4 @@
-"""``parallelize_module``: a plan onto the mesh, checked as a whole before anything is changed."""
+"""``parallelize_module``: applies a plan, and changes nothing before all of it is checked."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def parallelize_module(
 ) -> nn.Module:
     """:func:`torch.distributed.tensor.parallel.parallelize_module` for a 2-D mesh.
 
-    The same call, which also takes unmodified stock styles in the plan (see :class:`Lifted`),
-    checks the whole plan on every rank before it changes or sends anything, keeps tied parameters
-    tied, and puts every parameter on the one mesh. Of what the plan does not name but stands
-    beside what it names, a module that holds only vectors (a norm) is replicated, as a stock plan
-    leaves it, and dropout drops what one device would drop (:class:`Dropout2D`). An entry for a
-    Linear that carries low-rank adapters of the ``peft`` library means the adapters too.
+    The same call. It also takes unmodified stock styles in the plan (see :class:`Lifted`), checks
+    the full plan on every rank before it changes or sends anything, keeps tied parameters tied,
+    and puts every parameter on the one mesh. It also handles two kinds of modules that the plan
+    does not name but that stand beside named ones. A module that holds only vectors (a norm) is
+    replicated, as a stock plan leaves it, and dropout drops what one device would drop
+    (:class:`Dropout2D`). An entry for a Linear with low-rank adapters of the ``peft`` library
+    covers the adapters too.
 
     Args:
         module: the model, or a part of it.
@@ -55,10 +56,11 @@ def parallelize_module(
         parallelize_plan: a style for ``module`` itself, or a dict from module names (with ``*``,
             ``?`` and ``[]`` within a name; ``""`` is ``module``) to styles. The placement
             ``Replicate()`` stands for the style :class:`torch_tp2d.Replicate`. A key for a module
-            that is None, as pruned for a pipeline stage, is passed over. None: nothing is done,
-            with a warning, as in stock.
+            that is None, because it was pruned for a pipeline stage, is skipped. If the plan is
+            None, nothing is done, with a warning, as in stock.
         src_data_rank: the index along each axis (of more than one rank) of the rank whose values
-            are taken; ``None``: each rank keeps its part of its own, without communication.
+            are taken; ``None``: each rank keeps its shard of its own values, without
+            communication.
 
     Returns:
         ``module``.
@@ -95,14 +97,15 @@ def parallelize_module(
 def checked_entries(
     module: nn.Module, mesh: DeviceMesh, plan: Any, src_data_rank: int | None = None
 ) -> list[Entry]:
-    """What is to be applied to which modules, with nothing of ``module``'s parameters changed."""
+    """The plan's entries, resolved and checked. No parameter of ``module`` changes its values."""
     check_mesh(mesh)
     with on_all_ranks(mesh) as facts:
         check_source(src_data_rank, mesh)
         entries = with_surroundings(entries_of(module, plan))
         check_wrappers(module, entries)
         facts += facts_of(module, mesh, entries, src_data_rank)
-    # Apart from the above: a check may make the groups of a grid, which takes all ranks.
+    # In a second block, since a check may create a grid's process groups, for which all ranks have
+    # to have passed the first.
     with on_all_ranks(mesh):
         for entry in entries:
             _undo_default(entry)

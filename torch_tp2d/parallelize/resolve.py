@@ -1,4 +1,4 @@
-"""Which module gets which style: what a plan's keys name, and what stands beside it unnamed."""
+"""Which module gets which style: those that a plan's keys name, and unnamed ones beside them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(module: nn.Module, plan: Any) -> list[Entry]:
-    """A plan's entries, and those for what it leaves out but cannot do without."""
+    """A plan's entries, and entries for modules that it does not name but that need a style."""
     if isinstance(plan, ParallelStyle | dt.Replicate):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
@@ -67,7 +67,7 @@ def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[Entry]:
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
         for part, module, part_style in parts:
-            # What the base layer hands on is what the module in its place hands on.
+            # The wrapper hands on its base layer's output, so the base layer takes its place.
             owner = parent if part == "base_layer" else child
             yield Entry(key, f"{name}.{part}", module, owner, part_style)
 
@@ -109,10 +109,11 @@ def _match(root: nn.Module, key: str) -> list[tuple[str, nn.Module, nn.Module | 
 
 
 def _is_pruned(parent: nn.Module, token: str) -> bool:
-    """Whether what ``token`` names in ``parent`` was taken out, as for a pipeline stage."""
+    """Whether the child that ``token`` names in ``parent`` was removed, as for a pipeline stage."""
     if isinstance(parent, nn.ModuleList | nn.ModuleDict) and not len(parent):
         return True
-    # What never was a module is a plain attribute; a wildcard would find torch's own among them.
+    # A child that was None from the start is a plain attribute. Those are looked up by exact name
+    # only, as a wildcard would match torch's own attributes among them.
     if token in vars(parent):
         return vars(parent)[token] is None
     children = submodules_of(parent).items()
@@ -124,7 +125,7 @@ def is_hook(style: ParallelStyle) -> bool:
 
 
 def _covered(entries: list[Entry]) -> set[int]:
-    """Ids of the modules that a style runs, and of all within them."""
+    """Ids of the modules that a style runs, and of those inside whose parameters it places."""
     covered = set()
     for entry in entries:
         if not is_hook(entry.style):
@@ -135,7 +136,7 @@ def _covered(entries: list[Entry]) -> set[int]:
 
 
 def _scopes(root: nn.Module, entries: list[Entry]) -> set[str]:
-    """Names of the modules within which a plan entry names something."""
+    """Names of all modules that contain a module named by a plan entry."""
     names = {id(module): name for name, module in root.named_modules()}
     scopes = set()
     for entry in entries:
@@ -148,15 +149,15 @@ LINEAR_STYLES = Block2DParallel, Colwise2D, Rowwise2D
 
 
 def unlifted(entry: Entry) -> Any:
-    """An entry's style, in terms of the grid if it is a stock one."""
+    """An entry's style; for a stock style, the 2-D style that it was lifted to."""
     return entry.style.lifted if isinstance(entry.style, Lifted) else entry.style
 
 
 def _row_dim(name: str, entries: list[Entry]) -> int:
-    """The token dim that tp_row splits at a module that no plan entry names: that of the nearest.
+    """The token dim that tp_row splits at an unnamed module: that of the nearest entries.
 
     Raises:
-        ValueError: if those next to it in the tree of modules differ.
+        ValueError: if the nearest entries in the tree of modules differ.
     """
     known = [e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)]
     known = known or [e for e in entries if hasattr(unlifted(e), "row_dim")]
@@ -171,7 +172,7 @@ def _row_dim(name: str, entries: list[Entry]) -> int:
 
 
 def nearest(name: str, entries: list[Entry]) -> list[Entry]:
-    """Those next to a module in the tree of modules."""
+    """The entries that are nearest to the module of this name in the tree of modules."""
 
     def nearness(other: str) -> int:
         pairs = zip(name.split("."), other.split("."), strict=False)
@@ -182,11 +183,11 @@ def nearest(name: str, entries: list[Entry]) -> list[Entry]:
 
 
 def _unnamed_vectors(root: nn.Module, entries: list[Entry]) -> list[Entry]:
-    """Modules that hold only vectors and stand beside named ones, to be replicated.
+    """Entries that replicate unnamed modules with only vectors, where they stand beside named ones.
 
-    A stock plan leaves norms out where every rank runs them on the same tokens. Here rows hold
-    different tokens, so their gradients have to be summed. What holds a matrix is not replicated
-    unasked; the first forward refuses it.
+    A stock plan leaves norms out where every rank runs them on the same tokens. Here mesh rows hold
+    different tokens, so their gradients have to be summed. A module that holds a matrix is not
+    replicated by default; the first forward refuses it.
     """
     covered, scopes = _covered(entries), _scopes(root, entries)
     found = []
@@ -207,10 +208,10 @@ def _unnamed_vectors(root: nn.Module, entries: list[Entry]) -> list[Entry]:
 
 
 def _unnamed_dropouts(root: nn.Module, entries: list[Entry]) -> list[Entry]:
-    """Dropouts that stand beside or within what the plan names: their masks have to fit.
+    """Entries for the dropouts beside or inside the modules that the plan names.
 
-    By themselves they would drop the same elements of every shard, and leave the ranks' random
-    generators in different states wherever shards are of different sizes.
+    Without a style they would drop the same elements of every shard, and leave the ranks' random
+    generators in different states wherever shards have different sizes.
     """
     named = {id(entry.module) for entry in entries if not is_hook(entry.style)}
     covered, scopes = _covered(entries), _scopes(root, entries)
@@ -233,7 +234,7 @@ def _unnamed_dropouts(root: nn.Module, entries: list[Entry]) -> list[Entry]:
 
 
 def _dropping_inside(root: nn.Module, entries: list[Entry]) -> list[Entry]:
-    """Modules around styled Linears, without a style of their own, whose own code drops."""
+    """Entries for unstyled modules around styled Linears that compute dropout in their own code."""
     covered = _covered(entries)
     names = {id(module): name for name, module in root.named_modules()}
     around: dict[int, Entry] = {}
@@ -249,7 +250,7 @@ def _dropping_inside(root: nn.Module, entries: list[Entry]) -> list[Entry]:
 
 
 def features_of(linear: Any) -> tuple[int, int]:
-    """In and out."""
+    """Sizes of a Linear's input and output features."""
     first, second = linear.weight.shape
     return (first, second) if is_conv1d(linear) else (second, first)
 

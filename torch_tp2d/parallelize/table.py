@@ -19,27 +19,29 @@ __all__ = ["LayoutRow", "LayoutTable", "layouts_of"]
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """What a style does with one module, in words. Layouts are ``(on tp_row, on tp_col)``."""
+    """What a style does with one module, as text. Layouts are ``(on tp_row, on tp_col)``."""
 
     module: str
     style: str
     axes: str
-    """On which the style acts: a plan's ``tp_col``, unless :class:`~torch_tp2d.Lifted` says."""
+    """The mesh axes that act as the plan's ``tp_col``: ``tp_col`` itself, unless
+    :class:`~torch_tp2d.Lifted` was given others."""
     input: str
     output: str
     weight: str
-    """Where its weight lies, or all of its parameters where none is called so."""
+    """Placements of its weight, or of all its parameters if none is called ``weight``."""
     dataflow: str
-    """Which operand of a matmul stays put; ``auto`` where the number of tokens decides."""
+    """Which operand of a matmul does not move; ``auto`` where the number of tokens decides."""
     algorithm: str
     told_by: str
-    """``entry`` of the plan, by what it says or by its default; ``plan``, by what its other entries
-    say of the tensors there; ``sizes``, by those of the tensors at the first forward."""
+    """What determined the layouts: ``entry``, the module's own plan entry or its defaults;
+    ``plan``, what other entries say of the tensors there; ``sizes``, those of the tensors at the
+    first forward."""
 
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Rows in the order of ``named_modules()``; ``str()`` of it is the table."""
+    """Rows in the order of ``named_modules()``; ``str(table)`` is the printed table."""
 
     mesh: str
     rows: tuple[LayoutRow, ...]
@@ -67,11 +69,11 @@ class LayoutTable:
 def layouts_of(model: nn.Module) -> LayoutTable:
     """The layouts that a plan was resolved to, module by module, for reading and for printing.
 
-    Nothing runs for it, and nothing is decided: what waits for tensors says "at the first forward".
-    What the plan tells of a module that no entry describes is the layout of tokens ``[batch,
-    sequence, hidden]`` there; one that comes straight from another style is taken as that gave it.
-    Hooks (``PrepareModuleInput``) have rows of their own, of the first tensor that they prepare,
-    and ids of one dim are positions.
+    Nothing is run and nothing decided: a layout that depends on tensors reads "at the first
+    forward". For a module that no entry describes, the table shows the layout of tokens ``[batch,
+    sequence, hidden]`` that the plan implies there; a tensor that comes straight from another style
+    keeps that style's layout instead. Hooks (``PrepareModuleInput``) have rows of their own, which
+    describe the first tensor that they prepare. For embeddings, ids of one dim are positions.
 
     Args:
         model: as :func:`torch_tp2d.parallelize_module` returned it, or a part of it.
@@ -104,7 +106,7 @@ def layouts_of(model: nn.Module) -> LayoutTable:
 
 
 def _of(module: nn.Module) -> Iterator[Any]:
-    """What runs a module on the grid, and the hooks of ours around it."""
+    """The runner of a styled module, and the plan's hooks around it."""
     if "_tp2d" in module.__dict__:
         yield module.__dict__["_tp2d"]
     for hook in (*forward_pre_hooks(module).values(), *forward_hooks(module).values()):
@@ -136,9 +138,9 @@ def _written(layout: Layout | str, grid: Grid | None) -> str:
 
 
 def _placed(module: nn.Module) -> str:
-    """Placements of the weight, or of all parameters where none is called so."""
+    """Placements of the weight, or of all parameters if none is called ``weight``."""
     params = dict(module.named_parameters())
     wanted = [params["weight"]] if "weight" in params else list(params.values())
-    # After fully_shard the axes of data parallelism are before these.
+    # After fully_shard, the placements on the data-parallel axes come before these two.
     placed = (p.placements[-2:] for p in wanted if isinstance(p, DTensor))
     return " or ".join(dict.fromkeys(f"({row}, {col})" for row, col in placed))

@@ -1,4 +1,4 @@
-"""Parameters that several modules share, and go on sharing."""
+"""Keeps parameters tied that several modules hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._torch_compat import parameters_of
 
 
 def ties_of(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
-    """Groups of ``(name, owner, attribute)`` that share one parameter."""
+    """Groups of ``(name, owner, attribute)`` that hold one parameter."""
     owners = defaultdict(list)
     for prefix, module in root.named_modules():
         for name, param in parameters_of(module).items():
@@ -21,10 +21,10 @@ def ties_of(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
 
 
 def tie_again(ties: list[list[tuple[str, nn.Module, str]]]) -> None:
-    """Give a parent that holds a parameter of a module inside it, too, the placed one.
+    """Tie a parent's parameter to the placed one, where a module inside it holds the same.
 
-    No plan entry can name it alone, and it leaves the use of the parameter to the module inside:
-    BERT's head holds its decoder's bias for the sake of its name in checkpoints.
+    No plan entry can name the parent's parameter alone, and only the module inside uses it: BERT's
+    head holds its decoder's bias only for its name in checkpoints.
     """
     for group in ties:
         for _, owner, attribute in group:

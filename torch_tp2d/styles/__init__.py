@@ -1,6 +1,6 @@
-"""The parallel styles, a file each, and what they share.
+"""The parallel styles, a file or folder each, and the code that they have in common.
 
-``base`` says what a style is and what a styled module runs, ``boundary`` where tensors enter and
-leave one, ``module_kinds`` what kind of module is before us, ``surroundings`` what the plan says of
-the tensors around it.
+``base`` defines what a style is and what a styled module runs, ``boundary`` how tensors enter and
+leave a style. ``module_kinds`` recognizes the kind of a module, and ``surroundings`` holds what the
+plan says of the tensors around it.
 """

@@ -1,8 +1,8 @@
-"""What a parallel style is, what a styled module runs, and how a module comes to run it.
+"""What a parallel style is, what a styled module runs, and how a style is put on a module.
 
-A style shards the module's parameters over the mesh and puts a class of its own in front of the
-module's, so that ``forward`` runs an op of :mod:`torch_tp2d.ops` on local shards. The module
-keeps its identity: ``isinstance``, parameter names and hooks are as before.
+A style shards the module's parameters over the mesh and replaces the module's class by a subclass
+of it, whose ``forward`` runs an op of :mod:`torch_tp2d.ops` on local shards. The module keeps its
+identity: ``isinstance``, parameter names and hooks are as before.
 """
 
 from __future__ import annotations
@@ -58,28 +58,29 @@ __all__ = [
 
 LayoutLike = Placement | Sequence[Placement] | None
 FEATURES = "[..., features] with at least one dim of tokens"
-"""What a Linear or a norm takes."""
+"""The input of a Linear or a norm, for messages."""
 
 
 class GridStyle(ParallelStyle):
-    """A style that is at home on a ``("tp_row", "tp_col")`` mesh.
+    """A style for a ``("tp_row", "tp_col")`` mesh.
 
     ``check`` and ``param_layouts`` run before anything is changed or communicated, so that a plan
-    with a mistake in it fails whole, on every rank.
+    with a mistake fails on every rank and leaves the model as it was.
     """
 
     axes: Axes = TP_COL
     is_hook: bool = False
-    """Whether the module goes on running as it is, and so may have another style beside."""
+    """Whether the module keeps its own forward, so that it may have another style as well."""
     places_inside: bool = True
-    """Whether the parameters of all modules inside are the style's business."""
+    """Whether the style places the parameters of all modules inside, not only the module's own."""
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         """Refuse a module that this style cannot parallelize on this grid.
 
         Raises:
             TypeError: for a module of the wrong kind, or parameters that are not floating point.
-            ValueError: for parameters that are on a mesh already, and as the style says.
+            ValueError: for parameters that are on another mesh already, for a module that has a
+                style, and as the style documents.
         """
         if isinstance(module, _OnGrid):
             raise ValueError(
@@ -115,14 +116,14 @@ class GridStyle(ParallelStyle):
         return iter(())
 
     def goes_by_rates(self, module: nn.Module, grid: Grid) -> bool:
-        """Whether what its runner does depends on the rates of the mesh's links."""
+        """Whether the behavior of the style's runner depends on the rates of the mesh's links."""
         return False
 
     @abstractmethod
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
-        """What the module's forward becomes; made before its parameters are placed.
+        """The runner that becomes the module's forward; made before its parameters are placed.
 
-        Without a collective: what is to be measured for it is known by then.
+        It must not communicate. Any rates that it needs have been measured before the call.
         """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -141,10 +142,10 @@ class GridStyle(ParallelStyle):
 def place_parameter(
     module: nn.Module, name: str, grid: Grid, layout: Layout, src_data_rank: int | None
 ) -> None:
-    """Make a parameter a DTensor on the mesh. Modules that shared it go on sharing it.
+    """Make a parameter a DTensor on the mesh. Tied parameters stay tied.
 
     Raises:
-        ValueError: if a module that shares the parameter wants it in another layout.
+        ValueError: if a module with the tied parameter wants it in another layout.
     """
     param = getattr(module, name)
     placements = tuple(grid.placements(normalize(layout, param.ndim)))
@@ -164,7 +165,7 @@ def place_parameter(
             _distribute(param, grid.mesh, placements, src_data_rank),
             requires_grad=param.requires_grad,
         )
-        # On the old parameter, which lives as long as another module still holds it.
+        # Kept on the old parameter, which lives as long as another module still holds it.
         param._tp2d_placed = placed
     module.register_parameter(name, placed)
 
@@ -172,7 +173,7 @@ def place_parameter(
 def _distribute(
     param: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None
 ) -> DTensor:
-    """``distribute_tensor`` that on an axis of one rank takes that rank as the source."""
+    """``distribute_tensor`` which, along an axis of one rank, takes that rank as the source."""
     if not source or 1 not in mesh.shape:
         return distribute_tensor(param, mesh, placements, src_data_rank=source)
     dim = mesh.shape.index(1) ^ 1
@@ -204,7 +205,7 @@ AT_FIRST_FORWARD = "at the first forward"
 
 
 class Resolved(NamedTuple):
-    """What of a style is certain when the plan is applied: see :func:`torch_tp2d.layouts_of`."""
+    """What is known of a style when the plan is applied, for :func:`torch_tp2d.layouts_of`."""
 
     input: Layout | str = ""
     output: Layout | str = ""
@@ -212,31 +213,31 @@ class Resolved(NamedTuple):
     algorithm: str = ""
     told_by: str = "entry"
     runs_parameters: bool = True
-    """Whether it is what the module's own parameters are used by."""
+    """Whether the runner uses the module's own parameters."""
 
 
 class Runner:
-    """What a styled module does in forward. Immutable, and shared by copies of the module."""
+    """Runs the forward of a styled module. Copies of the module hold the same runner."""
 
     style: str
     name = ""
-    """What the module is called in the model that the plan was applied to, for messages."""
+    """The module's name in the model that the plan was applied to, for messages."""
     by_default = False
-    """Whether no plan entry asked for it, so that a later one may replace it."""
+    """Whether no plan entry asked for the style, so that a later plan may replace it."""
     exit: Exit | None = None
-    """Where its output leaves, if that is always the same."""
+    """How the output leaves, if every call uses the same :class:`Exit`."""
 
     def __deepcopy__(self, memo: Any) -> Runner:
         return self
 
     def installed(self, module: nn.Module) -> None:
-        """The module runs on the grid from now on, with its parameters placed.
+        """Called when the module has its runner and its parameters are placed.
 
-        Called again before its first forward: loading may have made other parameters.
+        Called once more before the first forward, as loading may have replaced parameters.
         """
 
     def resolved(self) -> Resolved:
-        """The layouts that the plan was resolved to here."""
+        """The layouts to which the plan was resolved for this module."""
         return Resolved()
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -245,11 +246,11 @@ class Runner:
 
 
 class _OnGrid:
-    """Put in front of a module's class by a style."""
+    """Mixin that a style puts in front of a module's class, to run its :class:`Runner`."""
 
     _tp2d: Runner
     _tp2d_first: str | None
-    """What the module's own forward calls its first argument."""
+    """The name of the first argument of the module's own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._tp2d_first in kwargs:
@@ -266,7 +267,7 @@ _classes: dict[tuple[str, type], type] = {}
 
 
 def put_on_grid(module: nn.Module, runner: Runner) -> None:
-    """Make the module's forward the runner's."""
+    """Make the module's forward call the runner."""
     kind = type(module)
     if (runner.style, kind) not in _classes:
         name = f"{runner.style}{kind.__name__}"
@@ -285,9 +286,9 @@ def take_off_grid(module: nn.Module) -> None:
 
 
 class _LocalShards(torch.autograd.Function):
-    """``to_local()`` of parameters, without the dispatch that takes longer than small products.
+    """``to_local()`` of parameters, without DTensor's dispatch, which takes longer than small ops.
 
-    Their gradients may come deferred, and then are awaited here.
+    Backward waits here for gradients that arrive deferred.
     """
 
     @staticmethod
@@ -322,7 +323,7 @@ def refuse_transforms(module: nn.Module) -> None:
     """Refuse to run under a transform of torch.func, which wraps parameters in tensors of its own.
 
     Raises:
-        NotImplementedError: saying how to come by the gradients.
+        NotImplementedError: under a transform; the message says how to get the gradients instead.
     """
     if are_functorch_transforms_active():
         raise NotImplementedError(
@@ -333,7 +334,10 @@ def refuse_transforms(module: nn.Module) -> None:
 
 
 def check_dims(module: nn.Module, x: Tensor, least: int, wanted: str) -> None:
-    """Refuse an input that has fewer dims than what a mesh splits.
+    """Refuse an input with fewer than ``least`` dims.
+
+    Args:
+        wanted: the shape to ask for, in the message.
 
     Raises:
         ValueError: naming the module and the shape.
@@ -346,10 +350,10 @@ def check_dims(module: nn.Module, x: Tensor, least: int, wanted: str) -> None:
 
 
 def local_shards(*params: Any) -> tuple[Any, ...]:
-    """Parameters' shards; their gradients come back as DTensors placed like the parameters.
+    """The local shards of parameters. Their gradients become DTensors placed like the parameters.
 
     Args:
-        params: DTensors, or what is whole; None stays None.
+        params: DTensors, or plain tensors, which are returned as they are; None stays None.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return tuple(map(_shard, params))
@@ -366,12 +370,16 @@ def _shard(param: Any) -> Any:
 
 
 def values_of(param: Any) -> Tensor:
-    """A view of a parameter's values on this rank, whatever they become."""
+    """A detached view of this rank's part of a parameter, which follows changes of its values."""
     return local_tensor(param).detach()
 
 
 def first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """What a module's layouts are of: its first tensor of numbers, else its first of any kind."""
+    """The input that a module's layouts describe: the first floating point tensor, else the first.
+
+    Raises:
+        TypeError: if no argument is a tensor.
+    """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors:
         raise TypeError(f"{describe_module(module)} was given no tensor")

@@ -1,9 +1,9 @@
-"""Where tensors enter and leave a style: DTensor or local, from one layout to another.
+"""How tensors, DTensor or local, enter and leave a style, from one layout to another.
 
-Two conventions meet here. A *local* tensor that is replicated along an axis has a gradient that
-is replicated too, as in the stock styles: user code may do anything with it. Inside a style the
-gradient of a gathered input is left as a partial sum, so that it can go back with one
-reduce-scatter, and several consumers of one tensor (q, k and v; w1 and w3) share both.
+Two conventions meet here. Outside a style, a *local* tensor that is replicated along an axis has a
+replicated gradient, as in the stock styles, so user code may do anything with it. Inside a style
+the gradient of a gathered input stays a partial sum, so that it can go back in one reduce-scatter.
+Several consumers of one tensor (q, k and v; w1 and w3) use one gather and one reduce-scatter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Entry", "Exit", "gather_for_module", "reduce_partial", "to_dtensor"]
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """Where a module's input enters its style: as it lies, and as the op takes it.
+    """How a module's input enters its style: its layout outside, and the layout that the op takes.
 
     Args:
         declared: the layout of a local tensor; a DTensor knows its own.
@@ -41,11 +41,11 @@ class Entry:
             is a partial sum there.
         row_dim: the token dim that ``tp_row`` splits in a DTensor on the ``tp_col`` sub-mesh.
         features: global size of the last dim.
-        whole_grad: the op's gradient is whole where ``wanted`` replicates.
-        certain: the user has said in full how a local input lies.
-        given_to_all: it comes from outside, as ids do, and is compared over the ranks on which it
-            is to be the same.
-        fuses: what gathers it along ``tp_col`` is one operator with its product.
+        whole_grad: the op's gradient is replicated, not partial, where ``wanted`` replicates.
+        certain: the user declared the layout of a local input on both axes.
+        given_to_all: the input comes from outside the model, as ids do, and is compared over the
+            ranks that have to be given the same.
+        fuses: the gather along ``tp_col`` and the product are one fused operator.
     """
 
     grid: Grid
@@ -66,15 +66,15 @@ class Entry:
             module: whose input it is, for messages.
 
         Raises:
-            ValueError: for a local tensor that a style has handed out in another layout, and for
-                one that comes from outside and is the same on every row, or if ``given_to_all``
-                not the same.
+            ValueError: for a local tensor that a style has handed out in another layout; for one
+                from outside that is the same on every row though each should have its own; and,
+                if ``given_to_all``, for one that differs where it should be the same.
         """
         shard: Tensor = self.arriving(x, module, pipelined=False)
         return shard
 
     def check(self, x: Tensor, module: nn.Module) -> None:
-        """Refuse an input that :meth:`arriving` will refuse, before a weight is gathered for it.
+        """Refuse an input that :meth:`arriving` would refuse, before the weight is gathered.
 
         Raises:
             ValueError: for a DTensor on another mesh, and for a local tensor that a style has
@@ -89,14 +89,17 @@ class Entry:
             grid.check_part(grid.without_stand_in(x, self.declared), self.declared, self.wanted)
 
     def arriving(self, x: Tensor, module: nn.Module, *, pipelined: bool) -> Any:
-        """:meth:`shard`, or what brings it: for an op that takes its input piece by piece.
+        """:meth:`shard`, or a stand-in that delivers it piece by piece to an op in rounds.
 
-        A :class:`~torch_tp2d.runtime.deferred.Gathering` or, in a traced graph, a
+        The stand-in is a :class:`~torch_tp2d.runtime.deferred.Gathering` or, in a traced graph, a
         :class:`~torch_tp2d.ops.matmul.inputs.Shared`.
+
+        Args:
+            pipelined: the op takes its input piece by piece.
         """
         result = _entered(x, self, module, pipelined)
         if not isinstance(x, DTensor):
-            # Last, as it needs the other ranks: what this rank finds by itself comes first.
+            # Last, since it communicates: mistakes that this rank can find by itself come first.
             compare_over_ranks(
                 x,
                 self.declared,
@@ -118,7 +121,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         if x.device_mesh == grid.mesh:
             shape = tuple(x.shape)
         if x.device_mesh == grid.mesh and x.is_floating_point():
-            # DTensor keeps account of a partial gradient by itself: no collective of ours.
+            # A DTensor can carry a partial gradient, so no collective is needed for it here.
             own_account = [
                 isinstance(have, Replicate) and isinstance(want, Replicate) and not whole_grad
                 for have, want in zip(declared, wanted, strict=True)
@@ -153,15 +156,16 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         and (grid.col.size > 1 or declared[0] != wanted[0])
         and not torch.compiler.is_compiling()
         and not given.is_inference()
-        # What is kept for a leaf refers back to it, through the node that collects its gradient.
+        # Not for a leaf: the kept result would refer back to it, and so keep it alive, through the
+        # node that accumulates its gradient.
         and not (given.is_leaf and given.requires_grad)
-        # A buffer may be filled anew in ways that torch does not see, once the model has run.
+        # A buffer may be refilled, in ways that torch does not see, after the model has run.
         and not (given.is_leaf and not of_pass(grid.context))
     )
     key = grid.col.group, declared, wanted
     if shares:
-        # q, k and v, or w1 and w3, are given one tensor: it crosses the wire once, and so does
-        # its gradient.
+        # q, k and v, or w1 and w3, are given the same tensor: it crosses the wire once, and so
+        # does its gradient.
         shared = grid.context.gathered.get(given, key)
         if shared is not None:
             return shared
@@ -178,7 +182,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
 
 
 def _twin_of(given: Tensor, wanted: Layout, grid: Grid) -> Any:
-    """What stands for an input that was gathered for a module around, if it is as it was then."""
+    """The twin of an input that :func:`gather_for_module` gathered, unless it has changed since."""
     if torch.compiler.is_compiling():
         twin = getattr(given, "_tp2d_partial", None)
         return twin[1] if twin is not None and twin[0] == wanted else None
@@ -194,7 +198,7 @@ def _shards(
     *,
     fuses: bool,
 ) -> Shards:
-    """How ``x``, of which ``layout`` shards a dim over ``tp_col``, is split there."""
+    """How ``tp_col`` splits the dim of ``x`` that ``layout`` shards over it."""
     row, col = layout
     assert isinstance(col, Shard)
     extent = grid.extent(x, col.dim, layout, features) if shape is None else shape[col.dim]
@@ -207,7 +211,7 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
     """Refuse a local tensor that a style has handed out in another layout than is declared.
 
     Raises:
-        ValueError: if it is, on every rank.
+        ValueError: on every rank alike.
     """
     misfit = grid.misfit(x, declared)
     if misfit is not None:
@@ -222,7 +226,10 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
 
 
 class _Attach(torch.autograd.Function):
-    """The gathered value of ``x``, whose gradient is whole on every rank."""
+    """Makes a gathered value that of ``x`` in the graph, with a replicated gradient.
+
+    Since every rank has the full gradient, backward only takes this rank's shard of it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole: Tensor, shards: Shards) -> Tensor:
@@ -242,9 +249,9 @@ def gather_for_module(
 ) -> Tensor:
     """Gather an input along ``tp_col`` for a module of the user's, as a local tensor.
 
-    The module may use it in any way: its gradient is then whole on every rank. The 2-D styles
-    inside, given this very tensor, take its twin instead, whose gradients are shares that add up
-    locally and go back in one reduce-scatter.
+    The module's own code may use it in any way, so its gradient is taken to be replicated. A 2-D
+    style inside that is given this very tensor takes its *twin* instead: the same value with a
+    partial gradient. The twin's gradients add up locally and go back in one reduce-scatter.
     """
     declared = normalize(declared, x.ndim)
     wanted = declared[0], Replicate()
@@ -252,13 +259,13 @@ def gather_for_module(
     if grid.col.size == 1 or not isinstance(declared[1], Shard):
         whole = grid.redistribute(x, declared, wanted, shape=shape)
         return grid.with_stand_in(whole, wanted, sizes)
-    # Of the Linears inside nothing is known here.
+    # Whether a Linear inside fuses its gather is not known here, but only whether any Linear does.
     shards = _shards(x, declared, grid, None, shape, fuses=grid.context.fuses)
     if shards.dim == x.ndim - 1:
         return _gather_features_for_module(x, declared, grid, shards, shape)
     if torch.compiler.is_compiling():
-        # The graph waits for the twin, as that is multiplied; for this one only if the module's
-        # own code reads it. What is on its way is one and the same.
+        # The graph waits for the twin where that is multiplied, and for this tensor only if the
+        # module's own code reads it. Both come from the same gather.
         whole = Transfer(x, *shards).value(if_used=True)
     else:
         whole = Gathering(Transfer(x, *shards))
@@ -274,7 +281,7 @@ def gather_for_module(
 def _gather_features_for_module(
     x: Tensor, declared: Layout, grid: Grid, shards: Shards, shape: Sequence[int] | None
 ) -> Tensor:
-    """:func:`gather_for_module` of features, which no product takes piece by piece."""
+    """:func:`gather_for_module` for split features, which no product takes piece by piece."""
     wanted = declared[0], Replicate()
     if shape is None:
         features = sum(shards.sizes)
@@ -291,7 +298,7 @@ def _gather_features_for_module(
 
 @dataclass(frozen=True, eq=False)
 class Exit:
-    """Where an op's result leaves its style: as it lies, and as the module's output.
+    """How an op's result leaves its style: the result's layout, and that of the module's output.
 
     Args:
         have: the layout of the local result.
@@ -299,7 +306,7 @@ class Exit:
         features: global size of the last dim.
         use_local_output: hand on the local shard, else a DTensor of the global shape.
         grad_layouts: where this is Partial and ``wanted`` Replicate, the gradient of a local
-            output is a share, to be summed.
+            output is partial, and is summed.
     """
 
     grid: Grid
@@ -314,7 +321,7 @@ class Exit:
 
         Args:
             sizes: the global sizes of all dims but the last, where they are certain.
-            have: its layout, if it is another this time.
+            have: the result's layout, if it is not ``self.have`` in this call.
         """
         grid, features = self.grid, self.features
         shape = None if sizes is None else (*sizes, features)
@@ -335,7 +342,11 @@ class Exit:
 
 
 class _ReducePartial(torch.autograd.Function):
-    """DTensor's own change of layout refuses a gradient that is a sum where it took an average."""
+    """Reduces partial placements, in the input and in its gradient.
+
+    DTensor's own ``redistribute`` refuses a gradient that is a partial sum where it has reduced a
+    partial average.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, but: str) -> DTensor:
@@ -354,10 +365,10 @@ def _reduced(x: DTensor, but: str = "") -> list[Placement]:
 
 
 def reduce_partial(x: DTensor, *, but: str = "") -> DTensor:
-    """A DTensor of which no rank holds a mere term: sums, averages, maxima are taken first.
+    """A DTensor without partial placements: sums, averages and maxima over ranks are taken.
 
     Args:
-        but: the reduction that is left to do.
+        but: a reduction, ``"sum"`` for one, whose partial placements are left as they are.
     """
     return x if _reduced(x, but) == [*x.placements] else _ReducePartial.apply(x, but)
 
@@ -369,7 +380,11 @@ def to_dtensor(
     shape: Sequence[int] | None = None,
     features: int | None = None,
 ) -> DTensor:
-    """A local shard as a DTensor on the mesh, of ``shape`` or of the sizes under way."""
+    """A local shard as a DTensor on the mesh.
+
+    Args:
+        shape: the global shape; by default it follows from the sizes of the current tokens.
+    """
     layout = normalize(layout, x.ndim)
     if shape is None:
         x = grid.without_stand_in(x, layout)

@@ -1,8 +1,8 @@
-"""What the ranks are given from outside, compared over them at a module's first forward.
+"""Compares inputs from outside the model over the ranks, at a module's first forward.
 
-Nothing else would tell. A loop that gives every rank the whole batch where each row has a part of
-its own, or every rank another batch where all take the whole, has wrong gradients, and no error.
-In debug mode what is to be the same is compared at every forward.
+Nothing else would reveal a data loop that gives every rank the full batch where each mesh row takes
+its own part, or different batches where all ranks take the same one: gradients would be wrong,
+without an error. In debug mode, inputs that have to be the same are compared at every forward.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def compare_over_ranks(
     """Compare a local input from outside with what the other ranks were given.
 
     Args:
-        certain: the user has said in full how it lies, and so that rows may be given the same.
-        to_all: it is what loaders give, ids or images, and so to the bit the same where
-            ``declared`` says so.
+        certain: the user declared the layout as a pair, so equal values on all rows are accepted.
+        to_all: ``x`` comes from a data loader (ids, images), so it has to be identical, bit by
+            bit, on ranks along which ``declared`` replicates it.
 
     Raises:
-        ValueError: on every rank, if each row has a part of its own and all were given the same,
-            and not one number throughout; or if some rank was given another where all have the
-            same.
+        ValueError: on every rank, if each row should have its own part but all rows were given the
+            same tensor, unless that holds one number throughout; or if ranks were given different
+            tensors where ``declared`` replicates.
     """
     outside = (to_all or (x.is_leaf and torch.is_grad_enabled())) and grid.handed(x) is None
     if not outside or torch.compiler.is_compiling() or in_backward():
@@ -80,8 +80,11 @@ def compare_over_ranks(
 
 
 def facts_of_all(values: Sequence[Tensor], grid: Grid) -> Tensor:
-    """``[rows, columns, values, facts]`` of local tensors: every rank gets one answer."""
-    # Selective checkpointing is not to see it: it does not happen again in backward.
+    """Facts of every rank's local tensors, ``[mesh rows, mesh columns, values, facts]``.
+
+    All ranks get the same answer.
+    """
+    # Hidden from selective checkpointing, since the recomputation does not repeat it.
     with disable_current_modes():
         facts = torch.cat([_facts(x.detach()) for x in values])
         for axis in (grid.col, grid.row):
@@ -91,7 +94,7 @@ def facts_of_all(values: Sequence[Tensor], grid: Grid) -> Tensor:
 
 
 def _facts(x: Tensor) -> Tensor:
-    """Shape and content of a tensor in four integers; the last is 0 if all its numbers are one."""
+    """Shape and content of a tensor in four integers; the last is 0 if all elements are equal."""
     shape = hash((x.element_size(), *x.shape))
     x = (torch.view_as_real(x) if x.is_complex() else x).contiguous()
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]

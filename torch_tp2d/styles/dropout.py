@@ -25,35 +25,35 @@ OTHER_KINDS = (
     nn.Dropout3d,
     nn.FeatureAlphaDropout,
 )
-"""torch's dropouts of whole channels, and those that keep mean and variance: not for shards."""
+"""torch's dropouts of full channels, and those that keep mean and variance: not for shards."""
 
 
 class Dropout2D(GridStyle):
-    """``nn.Dropout`` on shards: the mask that one device would have, each rank its part of it.
+    """``nn.Dropout`` on shards: each rank applies its part of one mask of the global tensor.
 
-    Whether an element is dropped depends on its index in the whole tensor and on a key that is
-    drawn from torch's default CPU generator, which has to be in the same state on all ranks of
-    the mesh: ``torch.manual_seed(seed)`` on each. So copies of a token agree, shards differ,
-    activation checkpointing (which puts the generator back) repeats the mask, and the loss on any
-    grid is the loss on a 1 x 1 grid with that seed. It is not what ``nn.Dropout`` draws from the
-    same seed. The replicas of data parallelism may have seeds of their own, and should, unless
-    each is to drop the same elements of its share.
+    Whether an element is dropped depends on its global index and on a key that is drawn from
+    torch's default CPU generator, which has to be in the same state on all ranks of the mesh:
+    ``torch.manual_seed(seed)`` on each. So copies of a token agree, shards differ, activation
+    checkpointing (which restores the generator) repeats the mask, and the loss on any grid is the
+    loss on a 1 x 1 grid with that seed. The mask is not the one that ``nn.Dropout`` draws from the
+    same seed. Data-parallel replicas may use different seeds, and should, as otherwise each drops
+    the same elements of its part of the batch.
 
     :func:`torch_tp2d.parallelize_module` gives this style to every ``nn.Dropout`` that stands
     beside modules which the plan names. With p = 0, and in eval, the module runs as it is.
 
     Keyword Args:
         input_layouts: layout of a local input, read as by :class:`Colwise2D`. A DTensor knows its
-            own. By default it is told by the sizes: the token layout where the sequence is this
-            rank's part of the tokens under way, the feature layout where the last dim is this
-            rank's part of the features of a module beside it that hands on local features
-            (as ``wi`` is in ``wo(dropout(act(wi(x))))``), else the row layout.
+            own. By default the sizes tell it: the token layout if the sequence is this rank's part
+            of the current tokens, the feature layout if the last dim is this rank's part of the
+            features of a module beside it that hands on local features (such as ``wi`` in
+            ``wo(dropout(act(wi(x))))``), else the row layout.
         row_dim: the token dim that ``tp_row`` splits.
 
     Raises:
         TypeError: for another kind of module.
-        ValueError: for ``inplace=True``; in forward, for a local input of which the sizes do not
-            tell the layout, and if the ranks' generators differ.
+        ValueError: for ``inplace=True``; in forward, for a local input whose sizes do not tell its
+            layout, and if the ranks' generators differ.
 
     Example::
 
@@ -72,7 +72,7 @@ class Dropout2D(GridStyle):
             else as_layout(input_layouts, (Shard(row_dim), Replicate()), row=Shard(row_dim))
         )
         self.beside: list[tuple[int, Placement]] = []
-        """Features and ``tp_col`` placement of what the modules beside it hand on."""
+        """Feature count and ``tp_col`` placement of the outputs of the modules beside it."""
         self.surroundings = UNKNOWN
         self.by_default = False
 
@@ -111,10 +111,10 @@ class _DropoutRunner(Runner):
 
 
 class DropoutInside(GridStyle):
-    """Dropout that a module's own code computes, ``F.dropout`` or inside attention.
+    """Dropout that a module's own code computes, by ``F.dropout`` or inside attention.
 
-    :func:`torch_tp2d.parallelize_module` gives it to modules that hold Linears of the plan and
-    say by an attribute that they drop something.
+    :func:`torch_tp2d.parallelize_module` gives this style to modules that hold Linears of the plan
+    and have an attribute that is a dropout rate.
     """
 
     def __init__(self, row_dim: int, beside: Sequence[tuple[int, Placement]] = ()) -> None:
@@ -122,11 +122,11 @@ class DropoutInside(GridStyle):
         self.row_dim = row_dim
         self.beside = beside
         self.taking: Sequence[tuple[int, Placement]] = ()
-        """Of the Linears inside, how wide the input is, and how ``tp_col`` splits it."""
+        """Input feature count of each Linear inside, and its placement on ``tp_col``."""
         self.surroundings = UNKNOWN
 
     def check(self, module: nn.Module, grid: Grid) -> None:
-        """Nothing of the module is changed while it drops nothing."""
+        """Accept any module: it runs unchanged while its rates are 0."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         masks = Masks(grid, self.row_dim, None, self.beside, module, self.surroundings, self.taking)
@@ -134,9 +134,9 @@ class DropoutInside(GridStyle):
 
 
 def rates_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of a module's attributes that are rates of dropout in its own code.
+    """Names of the attributes of a module that are dropout rates for its own code.
 
-    An attention module may hold an ``nn.Dropout`` for its rate alone.
+    In an attention module they may be an ``nn.Dropout`` that is held only for its rate.
     """
     found = [name for name, value in vars(module).items() if isinstance(value, float)]
     if "att" in type(module).__name__.lower():

@@ -1,4 +1,4 @@
-"""What the matmul styles make of a module that embeds: token ids, or patches of images."""
+"""The runners of the matmul styles for modules that embed token ids or patches of images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["EmbeddingRunner", "PatchRunner", "check_options"]
 
 
 def check_options(module: Any) -> None:
-    """Refuse options of ``nn.Embedding`` that a look-up on a grid leaves out.
+    """Refuse options of ``nn.Embedding`` that a look-up on a grid does not support.
 
     Raises:
         ValueError: naming the option.
@@ -41,9 +41,10 @@ def check_options(module: Any) -> None:
 
 
 class EmbeddingRunner(Runner):
-    """Looks up this rank's part of the vocabulary and brings the result into its layout.
+    """Looks up ids in this rank's part of the vocabulary and redistributes the result.
 
-    A subclass whose forward does more (a scale, an offset of positions) runs it on the whole.
+    A subclass whose forward does more (a scale, an offset of positions) runs its forward on a
+    DTensor of the result.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class EmbeddingRunner(Runner):
         self.row_dim = row_dim
         self.does_more = not is_embedding(module)
         vocab, self.hidden = module.weight.shape
-        # Ids are whole everywhere unless a pair says otherwise.
+        # Ids are replicated everywhere unless a pair says otherwise.
         self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
         entered: Layout = Replicate(), Replicate()
         self.entry = Entry(
@@ -74,7 +75,8 @@ class EmbeddingRunner(Runner):
         self.given_out = given_out
         self.default_col = default_col
         self.use_local_output, self.grad_layouts = use_local_output, grad_layouts
-        # A dim of the weight that is split leaves the vocabulary partial, or the hidden dim cut.
+        # An axis that splits the vocabulary leaves the result partial, one that splits the hidden
+        # dim leaves it sharded there.
         on_row, on_col = (
             Partial() if p == Shard(0) else Shard(-1) if isinstance(p, Shard) else Replicate()
             for p in weight
@@ -94,7 +96,10 @@ class EmbeddingRunner(Runner):
         return Resolved(self.declared, f"({written}), of positions ({others})", STATIONARY)
 
     def _output_layout(self, dims: int) -> Layout:
-        """Ids of one dim are positions, ``[sequence]``: they have no batch for tp_row to split."""
+        """The layout of the output for ids of so many dims.
+
+        Ids of one dim are positions, ``[sequence]``, without a batch for tp_row to split.
+        """
         row: Placement = Shard(self.row_dim)
         if dims == 1:
             row = Replicate() if self.row_dim == 0 else Shard(0)
@@ -111,7 +116,7 @@ class EmbeddingRunner(Runner):
             looked_up.append(of)
             return y
 
-        # What it does beside the look-up sees the whole tensor: a DTensor.
+        # The rest of the module's own forward sees a DTensor of the global shape.
         y = cause = None
         try:
             with _LookUp(module.weight, look_up):
@@ -133,7 +138,7 @@ class EmbeddingRunner(Runner):
         return self._exit(wanted, wanted, local=True).output(local, tuple(looked_up[0]))
 
     def _look_up(self, module: Any, x: Tensor, *, local: bool) -> tuple[Tensor, torch.Size]:
-        """The rows of ids, in the output's layout, and the shape of the ids."""
+        """The embeddings of ids, in the output's layout, and the shape of the ids."""
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         ids = self.entry.shard(x, module)
         wanted = self._told(ids.shape)
@@ -142,13 +147,13 @@ class EmbeddingRunner(Runner):
         return self._exit(self.result, wanted, local=local).output(y, tuple(ids.shape)), ids.shape
 
     def hand_on(self, embeds: Tensor) -> Tensor:
-        """What a look-up of ids would have handed on, had it found ``embeds``.
+        """Hand on ``embeds`` in place of the result of a look-up, in the same layout.
 
         Args:
-            embeds: ``[batch, sequence, hidden]``, whole on every rank, as its gradient will be.
+            embeds: ``[batch, sequence, hidden]``, replicated on every rank, as is its gradient.
 
         Raises:
-            ValueError: for embeds of another shape, as a rank's part of the features is.
+            ValueError: for embeds of another shape, such as a rank's shard of the features.
         """
         if embeds.ndim != 3 or embeds.shape[-1] != self.hidden:
             raise ValueError(
@@ -161,7 +166,10 @@ class EmbeddingRunner(Runner):
         return self._exit(whole, wanted, local=self.use_local_output).output(embeds, tuple(sizes))
 
     def _told(self, sizes: torch.Size) -> Layout:
-        """The output's layout for ids of ``sizes``, which all that follows goes by."""
+        """The output's layout for ids of ``sizes``, which are noted as those of the current tokens.
+
+        Only ids ``[batch, sequence]`` are noted, and only if ``tp_row`` splits the output.
+        """
         wanted = self._output_layout(len(sizes))
         if len(sizes) == 2 and isinstance(wanted[0], Shard):
             self.grid.context.tokens = tuple(sizes)
@@ -170,13 +178,13 @@ class EmbeddingRunner(Runner):
     def _exit(self, have: Layout, wanted: Layout, *, local: bool) -> Exit:
         grads = self.grad_layouts
         if grads is None and isinstance(wanted[0], Replicate):
-            # Every row adds these to tokens of its own, so each has a share of the gradient.
+            # Every row adds a replicated output to its own tokens, so its gradient is partial.
             grads = Partial(), wanted[1]
         return Exit(self.grid, have, wanted, self.hidden, local, grads)
 
 
 class _LookUp(TorchFunctionMode):
-    """While it is entered, looking up rows of one weight is another's business."""
+    """Inside it, look-ups in one weight, ``F.embedding`` or indexing, call ``look_up`` instead."""
 
     def __init__(self, weight: Tensor, look_up: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -198,14 +206,14 @@ class _LookUp(TorchFunctionMode):
 
 
 class PatchRunner(Runner):
-    """Cuts this row's images into patches, and computes this column's features of each."""
+    """Splits this row's images into patches, and computes this column's features of each patch."""
 
     def __init__(self, style: MatmulOptions, module: Any, grid: Grid, weight: Layout) -> None:
         self.style = style.rule.style
         self.grid = grid
         self.weight_layout, self.weight_shape = weight, tuple(module.weight.shape)
         given_in, given_out, _ = style.given_layouts
-        # Images are whole everywhere, as an embedding's ids are, unless a pair says otherwise.
+        # Images are replicated, as an embedding's ids are, unless a pair says otherwise.
         self.declared = as_layout(given_in, (Replicate(), Replicate()), row=Replicate())
         own: Layout = Shard(0), Replicate()
         self.entry = Entry(grid, self.declared, own, certain=is_pair(given_in), given_to_all=True)
@@ -221,7 +229,7 @@ class PatchRunner(Runner):
             batch = x.shape[0]
         else:
             batch = grid.extent(x, 0, self.declared)
-        # What follows knows the batch by this; how many tokens an image has changes on the way.
+        # Later modules know the batch size by this. The tokens per image change on the way.
         grid.context.tokens = (batch,)
         x = self.entry.shard(x, module)
         summed: Layout = Replicate(), Shard(0)

@@ -1,4 +1,4 @@
-"""Parameters of which some rank of the grid holds nothing, which FSDP2 does not take."""
+"""Refuses parameters of which some rank of the grid holds no element, where FSDP2 is used."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["refuse_empty", "refuse_empty_under_fsdp"]
 
 
 def refuse_empty(name: str, param: Any, mesh: DeviceMesh) -> None:
-    """Refuse a parameter that FSDP2 is to reduce the gradient of, if some rank holds none of it.
+    """Refuse a parameter under FSDP2 if it requires grad and some rank holds no element of it.
 
-    FSDP2 raises there, in backward, and leaves the other ranks waiting.
+    On that rank FSDP2 would raise in backward, and leave the other ranks waiting.
 
     Args:
         name: what the message calls it.
@@ -28,7 +28,7 @@ def refuse_empty(name: str, param: Any, mesh: DeviceMesh) -> None:
         mesh: the grid.
 
     Raises:
-        ValueError: on every rank alike, by sizes that all of them know.
+        ValueError: on every rank alike, since it depends only on sizes that all ranks know.
     """
     if not isinstance(param, DTensor) or not param.requires_grad:
         return
@@ -44,7 +44,7 @@ def refuse_empty(name: str, param: Any, mesh: DeviceMesh) -> None:
 def _leaves_some_empty(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
 ) -> bool:
-    """Whether some rank holds nothing of a tensor that is not empty itself."""
+    """Whether some rank holds no element of a tensor that is not itself empty."""
     smallest = list(shape)
     for placement, count in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard):
@@ -54,10 +54,10 @@ def _leaves_some_empty(
 
 
 def refuse_empty_under_fsdp(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Have a module refuse to run with such a parameter inside once FSDP2 shards it.
+    """Make a module refuse to run if FSDP2 shards it and some rank holds none of a parameter.
 
-    For a style that torch's own ``parallelize_module`` applies, where nothing looks at the whole
-    model when it first runs. A module without such a parameter runs as before.
+    This is for styles that torch's own ``parallelize_module`` applies, since no hook then checks
+    the full model when it first runs. A module without such a parameter gets no hook.
     """
 
     def refuse(module: nn.Module, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Having the dropout and the attention that a module's own code computes computed on the grid."""
+"""Redirects the dropout and attention calls of a module's own code to versions for the grid."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Intercept"]
 
 
 class Intercept(TorchFunctionMode):
-    """While it is entered, torch's ``dropout`` and ``scaled_dot_product_attention`` are others'.
+    """Inside it, torch's ``dropout`` and ``scaled_dot_product_attention`` call replacements.
 
     Args:
-        drop: ``(x, p) -> Tensor``, called only if something is to be dropped.
-        attention: takes what ``scaled_dot_product_attention`` takes.
+        drop: ``(x, p) -> Tensor``, called only in training and with ``p`` other than 0.
+        attention: has the signature of ``scaled_dot_product_attention``.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Intercept(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        # flex_attention compiles what calls its operator, and so wraps what that raises.
+        # flex_attention compiles the call of its operator, and the compiler wraps errors inside.
         if error is not None and _MISFIT in str(error) and not isinstance(error, ValueError):
             raise ValueError(f"{_MISFIT}{_MEND}") from error
 
@@ -63,7 +63,7 @@ _MEND = (
 
 
 def _check_blocks(query: Tensor, block_mask: tuple[Any, ...]) -> None:
-    """Refuse a mask that does not fit, of which flex_attention takes the first rows.
+    """Refuse a BlockMask of another size, of which flex_attention would take the first rows.
 
     Raises:
         ValueError: where its batch or heads are neither 1 nor the query's.

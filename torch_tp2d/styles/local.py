@@ -1,4 +1,4 @@
-"""Modules that run as they are on local tensors, between two styles."""
+"""The style of modules that run unchanged on local tensors, between two styles."""
 
 from __future__ import annotations
 
@@ -22,46 +22,48 @@ __all__ = ["Local2D"]
 
 
 class Local2D(GridStyle):
-    """Run a module as it is on this row's local tensors, with its own parameters on the mesh.
+    """Run a module unchanged on this row's local tensors, with its own parameters on the mesh.
 
-    For models whose tokens are regrouped on the way, so that the first dim is not always the
-    batch: windows of an image, say. Between the modules of such a model every tensor is local:
-    this row's part of the batch, whole along ``tp_col``. Nothing moves but gradients.
+    It is for models that regroup tokens between modules, into windows of an image for instance, so
+    that the first dim is not always the batch. Between the modules of such a model every tensor is
+    local: this row's part of the batch, replicated along ``tp_col``. Only gradients move.
 
     ===============  ==============================  ==============================
     tensor           layout                          local shape
     ===============  ==============================  ==============================
     inputs, output   ``(Shard(0), Replicate())``     ``[B/R, ...]``, or ``[n B/R, ...]``
-    parameters       ``(Replicate(), Replicate())``  whole, or as ``params`` says
+    parameters       ``(Replicate(), Replicate())``  full, or as ``params`` says
     ===============  ==============================  ==============================
 
     The module's own parameters are placed, not those of modules inside it. Each rank uses its
-    part of them as plain tensors; gradients are summed along ``tp_row``, whose ranks have other
-    samples. Along ``tp_col`` all ranks compute the same with a whole parameter, unless
-    ``input_layouts`` say that they see different heads or features.
+    shards of them as plain tensors; gradients are summed along ``tp_row``, whose ranks have
+    different samples. Along ``tp_col`` all ranks compute the same with a replicated parameter,
+    unless ``input_layouts`` say that they see different heads or features.
 
-    What is computed across samples from a local output is of this row's samples: a mean over tokens
-    is the row's mean, and a product of such means, as a router's load-balancing loss is, is another
-    number than one device's. Give a router ``use_local_output=False``: its logits are then a
-    DTensor of the whole batch, and so is the loss computed from them (``loss.full_tensor()`` before
-    backward).
+    A quantity that the user's code computes across samples from a local output covers this row's
+    samples only. A mean over tokens is the row's mean, and a product of such means, such as a
+    router's load-balancing loss, differs from one device's. Give a router
+    ``use_local_output=False``: its logits are then a DTensor of the full batch, and so is the loss
+    computed from them (``loss.full_tensor()`` before backward).
 
     Keyword Args:
-        params: the placement on ``tp_col`` of parameters that are not whole there, by name: a
-            table of biases for each head is ``Shard(1)`` where its dim 1 counts heads.
-        input_layouts: layout of the first tensor, ``Replicate()`` on ``tp_col`` by default: where
-            it is a Shard, of heads say, gradients of whole parameters are summed along it too.
-            ``(Replicate(), Replicate())`` says that what the module's own parameters meet is whole
-            on every rank, as a scale of the logits of all pairs of a batch is: nothing is summed.
+        params: the placement on ``tp_col`` of parameters that are split there, by name: a table
+            with a bias per head is ``Shard(1)`` if its dim 1 counts heads.
+        input_layouts: layout of the first tensor, ``Replicate()`` on ``tp_col`` by default. If it
+            is a Shard there, of heads for instance, gradients of replicated parameters are summed
+            along ``tp_col`` too. ``(Replicate(), Replicate())`` says that the module's own
+            parameters are applied to tensors that are replicated on every rank, such as a scale of
+            the logits of all pairs in a batch: no gradient is summed.
         use_local_output: hand on a local tensor (True), or a DTensor of the global shape with the
-            batch in dim 0 (False), as the last of such modules does for the loss; by default as
-            the input came.
+            batch in dim 0 (False), which the last such module needs for the loss; by default a
+            DTensor if an input is one.
 
     Raises:
         TypeError: for integer parameters.
-        ValueError: for a name in ``params`` that the module has not, or a dim that it has not;
-            when it runs, for a DTensor that is laid out otherwise, and for whole parameters beside
-            a Linear whose local output is split, if ``input_layouts`` are not given.
+        ValueError: for a name in ``params`` that is no parameter of the module, or a dim that the
+            parameter does not have; in forward, for a DTensor that is laid out otherwise, and for
+            replicated parameters beside a Linear whose local output is split, if ``input_layouts``
+            are not given.
 
     Example::
 
@@ -126,7 +128,7 @@ class _LocalRunner(Runner):
         self.use_local_output = style.use_local_output
         self.declared, self.surroundings = style.input_layouts, style.surroundings
         self.sees_all = self.declared == (dt.Replicate(), dt.Replicate())
-        # Samples of this row, unless each has all of them.
+        # Each row has its own samples, unless every row has all of them.
         self.samples: Layout = (dt.Replicate(), dt.Replicate()) if self.sees_all else row_layout()
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
@@ -147,7 +149,7 @@ class _LocalRunner(Runner):
         return y if local else self._of_whole_batch(module, y, batches)
 
     def _sees_shares(self, module: nn.Module, values: Sequence[Any]) -> bool:
-        """Whether the columns see different features or heads, so that gradients are shares."""
+        """Whether the columns see different features or heads, so that gradients are partial."""
         if not self.has_whole or self.grid.col.size == 1:
             return False
         tensors = (x for x in values if isinstance(x, Tensor) and x.is_floating_point())
@@ -188,7 +190,7 @@ class _LocalRunner(Runner):
         else:
             batch = self.grid.extent(y, 0, row_layout())
         mine = self.grid.row.split(batch)[self.grid.row.index]
-        # Where a row has no samples, one stands in for them.
+        # A row without samples holds one stand-in sample.
         if y.shape[0] not in (mine, mine or 1):
             raise ValueError(
                 f"{describe_module(module)} gave {tuple(y.shape)}, but this row has {mine} of "

@@ -1,8 +1,9 @@
-"""A module's own math on local tensors, and its parameters' gradients, which are settled after.
+"""Runs a module's own math on local tensors, and sums the gradients of replicated parameters.
 
-On ranks with different tokens a replicated parameter gets different terms of its gradient.
-:class:`SumGrads` sums them where the module runs on local tensors; where it runs on DTensors,
-:func:`settle_after_backward` places what DTensor leaves as the parameter is placed.
+On ranks with different tokens a replicated parameter gets different terms of its gradient. Where
+the module runs on local tensors, :class:`SumGrads` sums them. Where it runs on DTensors,
+:func:`settle_after_backward` brings the gradient that DTensor leaves into the parameter's
+placements.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def run_locally(
     *,
     shares: tuple[bool, bool] = (True, True),
 ) -> Any:
-    """A module as it is on local tensors: its parameters are plain ones while it runs.
+    """Run a module's own forward on local tensors, with plain tensors as its parameters.
 
     Args:
-        params: owner and name of those that are on the mesh.
-        shares: along row and col, whether the gradients of whole parameters are shares.
+        params: owner and name of each parameter that is on the mesh.
+        shares: along row and col, whether the gradients of replicated parameters are partial.
     """
     row, col = (
         [axis] if axis.size > 1 and shared else []
@@ -54,7 +55,7 @@ def run_locally(
     summed_on_row = iter(SumGrads.apply(row, grid.context, *on_row))
     summed_on_both = iter(SumGrads.apply([*row, *col], grid.context, *on_both))
     for (owner, name), is_split in zip(params, split, strict=True):
-        # Found before the parameter of this name, which stays where it is.
+        # An instance attribute is found before the registered parameter, which stays in place.
         object.__setattr__(owner, name, next(summed_on_row if is_split else summed_on_both))
     try:
         return forward(*args, **kwargs)
@@ -64,7 +65,7 @@ def run_locally(
 
 
 def parameters_inside(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Owner and name of each parameter of a module, and of the modules inside."""
+    """Owner and name of each parameter of a module and of the modules inside it."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -94,7 +95,10 @@ def _conv1d(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def local_math(module: nn.Module) -> _LocalMath | None:
-    """The forward of torch's own modules that take tokens one by one."""
+    """The forward of a Linear, Conv1D, LayerNorm or RMSNorm, which take tokens one by one.
+
+    None for any other module.
+    """
     own = type(module).forward
     if own is nn.Linear.forward:
         return _linear
@@ -107,7 +111,7 @@ def local_math(module: nn.Module) -> _LocalMath | None:
 
 
 class SumGrads(torch.autograd.Function):
-    """Whole parameters used on different tokens: their gradients are summed, in one transfer."""
+    """Sums, in one transfer, the gradients of replicated parameters used on different tokens."""
 
     @staticmethod
     def forward(
@@ -128,9 +132,9 @@ def settle_after_backward(param: DTensor) -> None:
 
 
 def _settle_grad(param: DTensor) -> None:
-    """Place a gradient as its parameter, once, instead of in each op that reads it.
+    """Redistribute a gradient to its parameter's placements, once and not in each op that reads it.
 
-    DTensor leaves it a partial sum, or split by a dim that an operation before it was split by.
+    DTensor leaves it partial, or split along the dim by which an earlier operation was split.
     """
     grad = param.grad
     if isinstance(grad, DTensor) and tuple(grad.placements) != tuple(param.placements):

@@ -1,4 +1,4 @@
-"""Masks of dropout on shards: which elements of the whole a shard holds, and the key all share."""
+"""Dropout masks on shards: the global indices of a shard's elements, and a key for all ranks."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from .surroundings import UNKNOWN, Surroundings, is_of_features, tokens_by_sizes
 __all__ = ["Masks", "next_key"]
 
 _TOKEN_DIMS: Mapping[int, Mapping[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
-"""By the number of dims: which of them are the batch (0) and the sequence (1)."""
+"""For a number of dims: which of them are the batch (0) and which the sequence (1)."""
 
 
 def next_key(grid: Grid) -> Tensor:
-    """The key of the next call of dropout on the grid, one and the same on all its ranks.
+    """The key of the next dropout call on the grid, the same on all its ranks.
 
-    That it is the same is checked when the first key is drawn, and at the second, fourth, eighth:
-    two transfers of a few bytes each, often enough to meet a generator that has gone astray and
-    too seldom to cost.
+    The ranks compare their keys at the first draw and at every power of two after it: two transfers
+    of a few bytes each, often enough to find a generator that has diverged, and seldom enough to
+    cost nothing.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if the keys differ.
     """
     key = draw_key()
     if torch.compiler.is_compiling() or in_backward():
-        # What checkpointing runs again draws again what was counted and checked in forward.
+        # Recomputation by checkpointing repeats keys that were counted and checked in forward.
         return key
     count = grid.context.keys_drawn = grid.context.keys_drawn + 1
     if count & (count - 1) == 0 and sends(grid.mesh):
-        # Selective checkpointing is not to see it: it does not happen again in backward.
+        # Hidden from selective checkpointing, since the recomputation does not repeat it.
         with disable_current_modes():
             keys = key.view(1).to(grid.mesh.device_type)
             for axis in (grid.col, grid.row):
@@ -65,9 +65,9 @@ def next_key(grid: Grid) -> Tensor:
 
 
 class _Widths:
-    """What modules hand on or take: features that ``col`` splits, and whole ones.
+    """The feature counts that modules give or take, those split over ``col`` and those replicated.
 
-    Every rank draws the same conclusion of one tensor, whatever it holds of it itself.
+    Every rank comes to the same conclusion about a tensor, whatever part of it the rank holds.
     """
 
     def __init__(
@@ -80,14 +80,17 @@ class _Widths:
         self._either = self._wholes & parts
 
     def told(self, width: int) -> set[bool]:
-        """Whether a local tensor of this width is a part: True, False, both or nothing."""
+        """Whether a local tensor of this width is a shard: the possible answers, maybe none."""
         part, whole = bool(self._parts(width)), width in self._wholes
         if self._either and (part or width in self._either):
             return {True, False}
         return {True} if part else {False} if whole else set()
 
     def whole_of(self, width: int) -> int | None:
-        """The features of which this rank holds so many; None if a rank holds as many of others."""
+        """The full feature count of which this rank's shard has this width.
+
+        None if several counts could be meant, on this rank or on another.
+        """
         alike = [
             number
             for number in self.split
@@ -101,7 +104,7 @@ class _Widths:
 
 
 class Masks:
-    """Dropout of what one module handles: knows, or finds out, which elements a shard holds."""
+    """Dropout of the tensors in one module. Finds out which global elements a shard holds."""
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class Masks:
         self._taken = _Widths(grid.col, taking)
 
     def resolved(self) -> Resolved:
-        """What is certain of the tensors that are dropped from, before one of them is seen."""
+        """What is known of the layout of the module's tensors before it runs."""
         if self.declared is not None:
             return Resolved(self.declared, AS_INPUT)
         told = None if self._given.split else self._surroundings.told(self.row_dim, self.grid)
@@ -131,7 +134,7 @@ class Masks:
         return Resolved(told, AS_INPUT, told_by="plan")
 
     def drop(self, x: Tensor, p: float) -> Tensor:
-        """``x``, a DTensor or a local shard, with some of it dropped and the rest scaled."""
+        """``x``, a DTensor or a local shard, with some elements dropped and the others scaled."""
         key = next_key(self.grid)
         if isinstance(x, DTensor):
             layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
@@ -154,10 +157,10 @@ class Masks:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``scaled_dot_product_attention``, with dropout of whole sequences and some heads.
+        """``scaled_dot_product_attention`` with dropout, of full sequences and this rank's heads.
 
-        For dropout the weights are written out, as torch itself does on a CPU: ``[batch, heads,
-        queries, keys]`` of this rank's share of the batch and heads.
+        For dropout the attention weights are materialized, as torch itself does on a CPU:
+        ``[batch, heads, queries, keys]`` of this rank's part of the batch and heads.
         """
         if dropout_p == 0.0:
             return F.scaled_dot_product_attention(
@@ -189,7 +192,7 @@ class Masks:
             attn_mask = attn_mask.full_tensor()
         if enable_gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        # Keys are whole here, and the only dim of the weights that a query does not have.
+        # The weights have the query's dims but the last, which is that of the keys, all of them.
         index = self._index(q, layout, None, shape)[:-1]
         index.append(torch.arange(k.shape[-2], device=k.device))
         if attn_mask is not None:
@@ -197,7 +200,7 @@ class Masks:
             for dim in (0, 1):
                 if attn_mask.shape[dim] not in (1, q.shape[dim]):
                     attn_mask = attn_mask.index_select(dim, index[dim])
-        # Drawn by ranks without heads or queries too, which drop nothing.
+        # Also drawn on ranks without heads or queries, to keep the generators in step.
         drawn = next_key(self.grid)
 
         def drop(weights: Tensor) -> Tensor:
@@ -212,8 +215,8 @@ class Masks:
     def _heads(self, query: Tensor) -> Placement:
         """How ``tp_col`` splits the heads of a local query.
 
-        As the features that it was made of, if the graph shows them; else as what takes as many
-        features as it has is declared to take them.
+        If the autograd graph shows the features that the query was made of, its heads are split as
+        those. Else they are split as the input of a Linear inside that takes as many features.
 
         Raises:
             ValueError: if neither tells.
@@ -233,7 +236,10 @@ class Masks:
         return Shard(1) if split == {True} or (not split and self._given.split) else Replicate()
 
     def _of_features(self, x: Tensor) -> set[bool]:
-        """Whether ``tp_col`` splits the features that styles handed out and ``x`` is made of."""
+        """Whether ``tp_col`` splits the features of the styles' outputs that ``x`` is made of.
+
+        One answer or both, or none if the graph shows no such output.
+        """
         return {
             normalize(layout, ndim)[1] == Shard(ndim - 1)
             for _, layout, ndim, axes, *_ in made_of(x)
@@ -241,10 +247,10 @@ class Masks:
         }
 
     def _layout(self, x: Tensor) -> tuple[Layout, int | None]:
-        """Layout of a local input, and its features where they are split and known."""
+        """Layout of a local input, and its full feature count where that is split and known."""
         known_layout = self.grid.handed(x) if self.declared is None else self.declared
         if known_layout is not None:
-            # Of which features it holds a part, ranks might answer differently by what they hold.
+            # No feature count: ranks with shards of different sizes might find different ones.
             return normalize(known_layout, x.ndim), None
         self._surroundings.check_axes(self._here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
@@ -257,7 +263,7 @@ class Masks:
             return self._surroundings.layout(self._here, x, self.row_dim, self.grid), None
         on_row, on_col = Shard(0 if x.ndim > 3 else self.row_dim), Replicate()
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
-            # [batch, heads, queries, keys], beside projections into this rank's heads?
+            # Is it [batch, heads, queries, keys] of this rank's heads, as its projections give?
             one = known is not None and len(known) == 2 and self.row_dim == 0
             tokens = known[1] if known is not None and one else None
             if x.ndim == 4 and self._given.split and x.shape[2] == tokens:
@@ -271,13 +277,14 @@ class Masks:
         return (on_row, on_col), None
 
     def _is_part(self, x: Tensor) -> bool:
-        """Whether a local ``x`` of two or three dims is this rank's part of split features.
+        """Whether a local ``x`` of two or three dims is this rank's shard of split features.
 
-        If it is as wide as one: by what it was made of, if the graph shows it, else if no whole
-        output is as wide on any rank, or its tokens are split and it is whole.
+        Only if it is as wide as such a shard. If the autograd graph shows what it was made of, that
+        decides. Else it is a shard if no replicated output has that width on any rank; if one has,
+        the sizes of its tokens decide, in a model whose stream splits tokens over ``tp_col``.
 
         Raises:
-            ValueError: if none tells, on every rank.
+            ValueError: on every rank, if nothing tells.
         """
         told = self._given.told(x.shape[-1])
         if True not in told:
@@ -303,7 +310,7 @@ class Masks:
     def _index(
         self, x: Tensor, layout: Layout, features: int | None, shape: Sequence[int] | None
     ) -> list[Tensor]:
-        """For each dim of a local shard, which elements of the whole are here."""
+        """For each dim of a local shard, the global indices of the elements that it holds."""
         index = []
         for dim, size in enumerate(x.shape):
             start = 0
@@ -320,19 +327,19 @@ class Masks:
         return index
 
     def _extent(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int | None:
-        """Size of the whole of a dim of a local input; None where other ranks have to be asked.
+        """Global size of a dim of a local input; None if the ranks have to ask each other.
 
-        Which is for all of them to ask, so that what this rank alone holds does not decide it.
+        All ranks have to ask then, so what one rank holds must not decide whether they do.
         """
         sizes, known = self.grid.tokens_of(x), self.grid.context.tokens
         if sizes is not None and dim < len(sizes):
-            # One element may stand in for none, see Grid.with_stand_in.
+            # An empty shard may hold one stand-in element, see Grid.with_stand_in.
             mine = part_of(sizes[dim], cuts)
             here = x.shape[dim] in (mine, mine or 1)
             return sizes[dim] if here else self.grid.extent(x, dim, layout)
         if x.ndim == 3:
             return self.grid.extent(x, dim, layout)
-        # [batch, hidden] or [batch, heads, queries, keys]; or several of them for each sample.
+        # It is [batch, hidden] or [batch, heads, queries, keys], or has several of these a sample.
         place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
         whole = known[place] if known is not None and len(known) == 2 and place is not None else 0
         parts = math.prod([axis.size for axis in cuts])
@@ -342,7 +349,7 @@ class Masks:
         return None
 
     def _start(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> int:
-        """Where this rank's part of a dim begins, as the other ranks say."""
+        """Global index at which this rank's part of a dim begins, by asking the other ranks."""
         start, size = 0, x.shape[dim]
         for axis in reversed(cuts):
             sizes = ask_sizes(size, axis, x.device).wait().tolist()
@@ -352,7 +359,7 @@ class Masks:
 
 
 def _start_of(extent: int, cuts: Sequence[Axis]) -> int:
-    """Where this rank's part of a dim begins."""
+    """Global index at which this rank's part of a dim of size ``extent`` begins."""
     start = 0
     for axis in cuts:
         sizes = axis.split(extent)

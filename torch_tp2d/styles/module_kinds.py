@@ -1,4 +1,4 @@
-"""What kind of module is this? Told by what it does, without importing the library it is from."""
+"""Recognizes kinds of modules by what they do, without importing the libraries they come from."""
 
 from __future__ import annotations
 
@@ -37,24 +37,30 @@ def describe_module(module: nn.Module) -> str:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A Linear that computes ``x W^T + b``: a subclass with a forward of its own is not one."""
+    """Whether a module is a Linear that computes ``x W^T + b``.
+
+    A subclass with a forward of its own does not count.
+    """
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """An Embedding that looks up rows: a subclass with a forward of its own is not one."""
+    """Whether a module is an Embedding that only looks up rows of its weight.
+
+    A subclass with a forward of its own does not count.
+    """
     return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
 def embeds(module: nn.Module) -> bool:
-    """An Embedding, maybe one that does more than look up rows, but without other parameters."""
+    """Whether a module is an Embedding without other parameters. Its forward may do more."""
     return isinstance(module, nn.Embedding) and {n for n, _ in module.named_parameters()} == {
         "weight"
     }
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D, a Linear that stores its weight ``[in, out]``."""
+    """Whether a module is Hugging Face's Conv1D, a Linear that stores its weight ``[in, out]``."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         return False
@@ -63,7 +69,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_patch_embedding(module: nn.Module) -> bool:
-    """A Conv2d that is a Linear on patches: its stride is its kernel, so no two of them overlap."""
+    """Whether a module is a Conv2d that applies a Linear to patches that do not overlap."""
     return (
         isinstance(module, nn.Conv2d)
         and type(module).forward is nn.Conv2d.forward
@@ -77,16 +83,16 @@ def is_patch_embedding(module: nn.Module) -> bool:
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
-"""The usual names of what an attention module says of its heads."""
+"""The usual names of the attributes by which attention modules describe their heads."""
 
 
 def head_counts(module: nn.Module) -> tuple[int | None, int | None]:
-    """Query heads and key heads that the module, or its config, says it has."""
+    """Numbers of query heads and of key heads, from the attributes of the module or its config."""
     return _count(module, HEADS), _count(module, KEY_HEADS)
 
 
 def _count(module: nn.Module, names: Iterable[str]) -> int | None:
-    """The first of the attributes that the module, or its config, has as a number."""
+    """The first of these attributes that is a positive int, of the module or else its config."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)
@@ -99,8 +105,8 @@ def _count(module: nn.Module, names: Iterable[str]) -> int | None:
 class NormKind:
     """What a norm computes over its last dim of ``hidden`` elements.
 
-    ``eps`` is None for the machine epsilon of the input's dtype, ``weight_offset`` is 1 for
-    modules that store the weight less one.
+    ``eps`` is None for the machine epsilon of the input's dtype. ``weight_offset`` is 1 for
+    modules that store the weight minus one.
     """
 
     hidden: int
@@ -109,7 +115,7 @@ class NormKind:
     weight_offset: float = 0.0
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The plain computation, on one device."""
+        """The norm of ``x``, unsharded: the reference that a module's forward is compared with."""
         if self.centered:
             x = x - x.mean(-1, keepdim=True)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
@@ -120,7 +126,7 @@ class NormKind:
 
 
 def norm_of(module: nn.Module) -> NormKind:
-    """What kind of norm a module is: its forward is tried on a few numbers, on one CPU.
+    """What kind of norm a module is, found by running a copy of it on a few numbers on the CPU.
 
     Raises:
         TypeError: if it is not a LayerNorm or RMSNorm over one last dim.
@@ -148,7 +154,7 @@ def norm_of(module: nn.Module) -> NormKind:
     for name, param in probe.named_parameters():
         values[name] = torch.randn(param.shape, generator=generator, dtype=torch.float64)
         param.data.copy_(values[name])
-    # So small that a wrong epsilon shows.
+    # Inputs so small that a wrong epsilon would change the result.
     scale = 1.0 if not eps else 3 * eps**0.5
     x = torch.randn(3, *shape, generator=generator, dtype=torch.float64) * scale + scale
     try:
@@ -162,7 +168,7 @@ def norm_of(module: nn.Module) -> NormKind:
         for offset in (0.0, 1.0):
             kind = NormKind(shape[0], eps, centered, offset)
             wanted = kind(x, values.get("weight"), values.get("bias"))
-            # Some compute in fp32 whatever their input, so fp32's rounding is allowed here.
+            # Some norms compute in fp32 whatever their input is, so fp32's rounding is allowed.
             if torch.allclose(seen.double(), wanted, rtol=1e-4, atol=1e-4):
                 return kind
     raise refusal

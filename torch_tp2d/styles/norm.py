@@ -33,8 +33,8 @@ class Norm2D(GridStyle):
     weight, bias     ``(Replicate(), Shard(0))``     ``[H/C]``
     ===============  ==============================  ==============================
 
-    In the transposed layout of the weight-stationary dataflow, which it takes where
-    ``input_layouts`` split the hidden dim along ``tp_row`` and not along ``tp_col``:
+    If ``input_layouts`` split the hidden dim along ``tp_row`` and not along ``tp_col``, it uses the
+    transposed layout of the weight-stationary dataflow:
 
     ===============  ==============================  ==============================
     tensor           layout                          local shape
@@ -44,8 +44,9 @@ class Norm2D(GridStyle):
     weight, bias     ``(Shard(0), Replicate())``     ``[H/R]``
     ===============  ==============================  ==============================
 
-    Only the statistics cross the wire, along the axis that splits the hidden dim, in fp32 at
-    least; and the gradients of weight and bias, along the axis that splits the tokens.
+    Only the statistics and the parameters' gradients cross the wire: the statistics along the axis
+    that splits the hidden dim, in fp32 at least, and the gradients of weight and bias along the
+    axis that splits the tokens.
 
     Keyword Args:
         input_layouts, output_layouts: as in :class:`Colwise2D`; ``Shard(-1)`` by default. In the
@@ -76,7 +77,7 @@ class Norm2D(GridStyle):
         self.row_dim = row_dim
         self.input_layouts = as_layout(input_layouts, default, row=default[0])
         self.certain = is_pair(input_layouts)
-        # The placements of a hidden dim, in 2, 3 or more dims or in the three that are usual.
+        # The placements of the hidden dim: Shard(2) is that of [batch, sequence, hidden] alone.
         hidden = (Shard(-1), Shard(2))
         self.transposed = self.input_layouts[0] in hidden and self.input_layouts[1] not in hidden
         self.blocks = self.input_layouts if self.transposed else default
@@ -131,7 +132,7 @@ class _NormRunner(Runner):
         return Resolved(self.entry.declared, self.exit.wanted)
 
     def prepare(self, module: nn.Module) -> Prepared:
-        """Take up the parameters."""
+        """The parameters' local shards, as the norm takes them."""
         return Prepared(
             *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
         )

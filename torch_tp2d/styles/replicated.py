@@ -1,4 +1,4 @@
-"""The style of modules whose parameters are whole on every rank and whose tokens are split."""
+"""The style of modules with replicated parameters and split tokens."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ __all__ = ["Replicate"]
 
 
 class Replicate(GridStyle):
-    """Put a module on the mesh with its parameters whole on every rank.
+    """Put a module on the mesh with its parameters replicated on every rank.
 
-    For what no other plan entry names: a norm, a position embedding, a router. All parameters of
-    a model have to be on one mesh, for torch's optimizers and ``clip_grad_norm_``, and the
-    gradient of a module that sees only some of the tokens has to be summed over the others.
+    It is for modules that no other plan entry names: a norm, a position embedding, a router. All
+    parameters of a model have to be on one mesh, for torch's optimizers and ``clip_grad_norm_``,
+    and the parameter gradients of a module that sees only some of the tokens have to be summed over
+    the ranks.
 
     The module runs as it is, on a DTensor made of its first argument.
 
     Keyword Args:
-        input_layouts: layout of the first tensor that it is given, where that is local. By default
-            that of the residual stream, as far as the plan and the sizes of the tokens under way
-            tell it. An embedding's ids are whole by default.
+        input_layouts: layout of the first tensor that it is given, if that is local. By default
+            that of the residual stream, as far as the plan and the sizes of the current tokens
+            tell it. An embedding's ids are replicated by default.
         output_layouts: layout of the output; by default as the module gives it.
         use_local_output: hand on local tensors; by default if the input was local.
         row_dim: the token dim that ``tp_row`` splits.
-        grad_layouts: as in :class:`Colwise2D`. By default the gradient of what ids give that are
-            whole on every row is a share of each row, as that of an embedding of positions is.
+        grad_layouts: as in :class:`Colwise2D`. By default, if the input is ids that are replicated
+            on every row, the output's gradient is partial along ``tp_row``, as for an embedding of
+            positions.
 
-    Inside :class:`Attention2D` a module on heads ``[batch, heads, sequence, features]``, in any
-    order of the first three, runs on this column's, and its gradients are summed over the columns.
+    Inside :class:`Attention2D`, a module that runs on heads ``[batch, heads, sequence, features]``,
+    in any order of the first three dims, gets this column's heads, and its parameters' gradients
+    are summed over the columns.
 
     Raises:
         TypeError: for integer parameters.
-        ValueError: in forward, if the plan does not tell the layout of a local tensor: where
-            features or heads may be split over ``tp_col``, as beside a Colwise2D with a local
-            output, and where some of the stream's tokens are split over it and others are not.
+        ValueError: in forward, if the plan does not tell the layout of a local tensor. That is so
+            where features or heads may be split over ``tp_col``, as beside a Colwise2D with a local
+            output, and where the plan splits the stream's tokens over it in some places only.
 
     Example::
 
@@ -87,7 +90,11 @@ class Replicate(GridStyle):
             check_options(module)
 
     def _looks_up(self, module: nn.Module) -> bool:
-        """Whether ids are whole on every rank, as a pair says of an odd embedding by itself."""
+        """Whether to run the module as an embedding of ids that are replicated by default.
+
+        For an Embedding with a forward of its own, a pair in ``input_layouts`` says the layout of
+        the ids, and the module then runs as any other.
+        """
         return is_embedding(module) or (embeds(module) and not is_pair(self.given_layouts[0]))
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:

@@ -1,10 +1,10 @@
 """What a plan says of the tensors around a module that no entry describes.
 
-A local tensor that a user's code hands to a module is of unknown layout, and the gradients of whole
-parameters depend on it: they are summed along an axis that splits what the module sees, and not
-along one whose ranks all see the same. So the layout is told by the plan where the plan tells it,
-and asked for where it does not; the tensor's sizes only confirm it. All that is decided here is
-known to every rank alike.
+A local tensor that the user's code hands to a module has no known layout, but the gradients of
+replicated parameters depend on it: they are summed along an axis that splits what the module sees,
+and not along one whose ranks all see the same. So the layout is taken from the plan where the plan
+tells it, and otherwise an error asks for it; the tensor's sizes only confirm it. All decisions here
+use facts that every rank knows, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["UNKNOWN", "Surroundings", "is_of_features", "tokens_by_sizes", "widt
 
 
 def is_of_features(placement: Placement) -> bool:
-    """Whether it is the placement of a hidden dim, in two, three or any number of dims."""
+    """Whether a placement shards the hidden dim, as Shard(-1) or as Shard(2) of three dims."""
     return placement in (Shard(-1), Shard(2))
 
 
@@ -34,12 +34,12 @@ class Surroundings:
 
     Args:
         stream: how ``tp_col`` splits the tokens of the residual stream there, ``Shard(1)`` or
-            ``Replicate()``; None where the plan does not tell, or tells several ways.
-        widths: of the residual stream; None where they are not known.
-        split: the Linears beside the module that hand on local features, or heads, split over
-            ``tp_col``, or shares of a gradient.
-        in_attention: whether an :class:`~torch_tp2d.Attention2D` runs the module around.
-        axes: those on which the styles next to it act.
+            ``Replicate()``; None if the plan does not tell, or gives different answers.
+        widths: hidden sizes of the residual stream; None if they are not known.
+        split: names of the Linears near the module whose local outputs are features, or heads,
+            split over ``tp_col``, or have partial gradients.
+        in_attention: whether an :class:`~torch_tp2d.Attention2D` runs a module around this one.
+        axes: the axes on which the styles next to the module act.
     """
 
     stream: Placement | None = None
@@ -57,21 +57,21 @@ class Surroundings:
         return Shard(row_dim), Replicate() if self.stream is None else self.stream
 
     def sees_heads(self, module: nn.Module, x: Tensor, grid: Grid) -> bool:
-        """Whether ``x`` is this column's heads inside an attention that the grid runs.
+        """Whether ``x`` is heads inside an attention module that the grid runs.
 
-        Those that are whole on every rank, as they do not divide, are used by each rank for queries
-        of its own: what comes back of them are shares too.
+        They are mostly this column's. Heads that do not divide over the columns are replicated,
+        but each rank uses them for its own queries, so their gradients are partial too.
         """
-        # Of a module that is run again by itself, by checkpointing, only the plan tells.
+        # If checkpointing recomputes the module by itself, only the plan tells, not the context.
         inside = self.in_attention or grid.context.in_attention
-        # A scale, or a norm of one feature, has no width to go by.
+        # width_of() is None for a module without a width, such as a scale or a norm of one feature.
         return inside and x.ndim == 4 and width_of(module) in (None, x.shape[-1])
 
     def check_features(self, owner: str, module: nn.Module, x: Tensor, grid: Grid) -> None:
-        """Refuse a tensor of which the plan does not tell that its features are whole.
+        """Refuse a tensor unless the plan tells that ``tp_col`` does not split its features.
 
         Raises:
-            ValueError: if it may be split by features or heads over ``tp_col``.
+            ValueError: if ``tp_col`` may split it by features or heads.
         """
         if grid.col.size == 1 or (not self.split and self.widths is not None):
             return
@@ -89,13 +89,14 @@ class Surroundings:
         )
 
     def layout(self, owner: str, x: Tensor, row_dim: int, grid: Grid) -> Layout:
-        """The layout of a local activation with whole features.
+        """The layout of a local activation whose features are not split.
 
-        That of the styles' outputs that it is made of, where the graph shows them and all have
-        one; else that of the plan. Its sizes may tell it, and may not say otherwise.
+        If the autograd graph shows the styles' outputs that it is made of, and all have one layout,
+        it is that one; else it is that of the plan. Its sizes may tell the layout where the plan
+        does not, and must not contradict the plan.
 
         Raises:
-            ValueError: if nothing tells it, or the tensor's sizes say otherwise.
+            ValueError: if nothing tells it, or the tensor's sizes contradict the plan.
         """
         self.check_axes(owner, x, grid)
         made = _layout_made_of(x, grid)
@@ -121,10 +122,10 @@ class Surroundings:
         return row, told
 
     def check_axes(self, owner: str, x: Tensor, grid: Grid) -> None:
-        """Refuse a tensor between styles that act on other axes.
+        """Refuse a tensor next to styles that act on other axes.
 
         Raises:
-            ValueError: if some do: what lies there is not split as it is around a 2-D style.
+            ValueError: if there are any, since tensors there are not split as around a 2-D style.
         """
         others = sorted(map(str, self.axes - {TP_COL}))
         if others and grid.row.size * grid.col.size > 1:
@@ -140,7 +141,7 @@ class Surroundings:
         )
 
     def _of_vectors(self, owner: str, x: Tensor, row_dim: int, grid: Grid) -> Layout:
-        """Of ``[tokens, features]``: one for each sample, or all of a batch in one dim."""
+        """The layout of ``[n, features]``: one vector per sample, or all tokens in one dim."""
         known = grid.context.tokens
         if known is None or len(known) != 2:
             if row_dim == 0:
@@ -181,9 +182,9 @@ class Surroundings:
 
 
 def tokens_by_sizes(x: Tensor, row_dim: int, grid: Grid) -> Placement | None:
-    """How ``tp_col`` splits the tokens ``[batch, sequence, ...]`` of ``x``, by its sizes.
+    """How ``tp_col`` splits the tokens of ``x``, ``[batch, sequence, features]``, by its sizes.
 
-    None if they do not tell: ``Shard(1)`` or ``Replicate()``.
+    ``Shard(1)`` or ``Replicate()``; None if the sizes do not tell.
     """
     known = grid.tokens_of(x) if x.ndim == 3 else None
     if known is None or len(known) != 2 or not _can_be_told(known, row_dim, grid):
@@ -195,7 +196,10 @@ def tokens_by_sizes(x: Tensor, row_dim: int, grid: Grid) -> Placement | None:
 
 
 def _layout_made_of(x: Tensor, grid: Grid) -> Layout | None:
-    """The one layout of all outputs of styles that ``x`` is made of, if its features are whole."""
+    """The layout of the styles' outputs that ``x`` is made of; None if they differ or are unknown.
+
+    None also if that layout splits features.
+    """
     found = {
         normalize(layout, ndim)
         if layout is not None and (ndim, axes) == (x.ndim, grid.axes)
@@ -207,7 +211,7 @@ def _layout_made_of(x: Tensor, grid: Grid) -> Layout | None:
 
 
 UNKNOWN = Surroundings()
-"""Of a style that torch's own ``parallelize_module`` applies, which tells it of no other."""
+"""For a style applied by torch's own ``parallelize_module``, which knows one style at a time."""
 
 
 def _unclear(owner: str, x: Tensor, grid: Grid, why: str) -> ValueError:
@@ -221,7 +225,7 @@ def _unclear(owner: str, x: Tensor, grid: Grid, why: str) -> ValueError:
 
 
 def width_of(module: nn.Module) -> int | None:
-    """The size of the last dim of a module's parameters, if that tells anything."""
+    """The largest last dim of a module's parameters; None if that is 1 or there are none."""
     widths = {param.shape[-1] for param in module.parameters() if param.ndim}
     width = max(widths, default=1)
     return width if width > 1 else None
@@ -234,9 +238,9 @@ def _ranks(grid: Grid) -> list[tuple[int, int]]:
 def _here(
     tokens: tuple[int, ...], layout: Layout, grid: Grid, i: int | None = None, j: int | None = None
 ) -> tuple[int, ...]:
-    """Batch and sequence that rank (i, j), by default this one, holds of the tokens.
+    """Batch and sequence size of the tokens that rank (i, j), by default this one, holds.
 
-    A row that holds none is given one that stands in, see :meth:`Grid.with_stand_in`.
+    A row without tokens counts as holding one, its stand-in, see :meth:`Grid.with_stand_in`.
     """
     shape = list(tokens)
     at = (grid.row.index if i is None else i, grid.col.index if j is None else j)
@@ -248,9 +252,9 @@ def _here(
 
 
 def _can_be_told(tokens: tuple[int, ...], row_dim: int, grid: Grid) -> bool:
-    """Whether every rank can tell split from whole sequences by their sizes.
+    """Whether every rank can tell a split sequence from a replicated one by its sizes.
 
-    A rank that holds the only token cannot, and then all go by the plan.
+    A rank that holds the only token cannot, and then all ranks follow the plan.
     """
     row: Placement = Shard(row_dim)
     return all(
@@ -260,7 +264,7 @@ def _can_be_told(tokens: tuple[int, ...], row_dim: int, grid: Grid) -> bool:
 
 
 def _effect(layout: Layout, grid: Grid) -> tuple[bool, bool]:
-    """Along which axes a layout has gradients of whole parameters summed."""
+    """Whether a layout has the gradients of replicated parameters summed, along row and col."""
     row, col = (
         isinstance(placement, Shard) and axis.size > 1
         for axis, placement in zip((grid.row, grid.col), layout, strict=True)

@@ -1,4 +1,4 @@
-"""What runs in place of a module whose parameters are whole: it, on DTensors or on local shards."""
+"""The runner of a module with replicated parameters: runs it on DTensors or on local shards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,15 @@ WHOLE: Layout = dt.Replicate(), dt.Replicate()
 
 
 class WholeRunner(Runner):
-    """Runs a module with whole parameters on a DTensor of its first argument."""
+    """Runs a module with replicated parameters on a DTensor made of its first argument.
+
+    Args:
+        declared: the layout of a local input; None to find it by the plan and the graph.
+        wanted: the layout of the output; None for as the module gives it.
+        enforce_input: redistribute a DTensor input to ``declared``.
+        certain: the user declared the layout of a local input on both axes.
+        grad_layouts: as in :class:`~torch_tp2d.Replicate`.
+    """
 
     def installed(self, module: nn.Module) -> None:
         for param in module.parameters():
@@ -105,7 +113,7 @@ class WholeRunner(Runner):
                 x = self.grid.without_stand_in(x, declared)
                 shape = self.grid.shape_of(x, declared)
                 y = self._locally(module, x, declared)
-                # Asked for before the module ran, so that the answer came meanwhile.
+                # shape_of() started the question before the module ran; the answer came meanwhile.
                 sizes = shape()[:-1]
                 self._compare(module, given, declared)
                 if use_local:
@@ -152,17 +160,17 @@ class WholeRunner(Runner):
         return self._handed_on(y, given, x, layout)
 
     def _handed_on(self, y: Any, given: Tensor, x: DTensor, layout: Layout) -> Any:
-        """An output, of the tokens of the input ``x`` in its layout."""
+        """One output, in the layout of the input ``x`` if it has the same tokens."""
         if not isinstance(y, DTensor):
             return y
-        # DTensor replicates where a dim is too short for the mesh.
+        # DTensor may have replicated it, as it does where a dim is too short for the mesh.
         alike = y.shape == x.shape or (
             y.shape[:-1] == x.shape[:-1] and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
         )
         return self._hand_on(y, given, layout if alike else None)
 
     def _hand_on(self, y: DTensor, given: Tensor, layout: Layout | None) -> Tensor:
-        """The output as it was asked for, else in ``layout``, else as it is."""
+        """The output in the wanted layout, else in ``layout``, else as it is."""
         was_local = not isinstance(given, DTensor)
         use_local = was_local if self.use_local_output is None else self.use_local_output
         wanted = layout if self.wanted is None else self.wanted
@@ -187,18 +195,22 @@ class WholeRunner(Runner):
 
     @staticmethod
     def _holds_styles(module: nn.Module) -> bool:
-        """Whether something inside, as a dropout, goes by the layout of what it is given."""
+        """Whether a module inside has a style, which depends on the layout of its input."""
         return any("_tp2d" in m.__dict__ for m in module.modules() if m is not module)
 
     def _sees_shares(self, x: Tensor, layout: Layout) -> bool:
-        """Whether gradients of a whole ``x`` are shares, and so are those of the parameters."""
+        """Whether ``x``, with full features, has a partial gradient.
+
+        Then the parameters' gradients are partial too.
+        """
         return any(self.grid.shares(x)) and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
 
     def _shares_of(self, x: Tensor, layout: Layout, use_local: bool) -> tuple[bool, bool]:
-        """Along row and col, whether gradients of the parameters are shares, as those of ``x`` are.
+        """Along row and col, whether gradients of the parameters are partial, as those of ``x``.
 
         Raises:
-            ValueError: if something else is asked for than the like of ``x``.
+            ValueError: unless the output is asked for as ``x`` is: local, in the same layout, and
+                with such a gradient.
         """
         shares = self.grid.shares(x)
         wanted = layout if self.wanted is None else self.wanted
@@ -221,10 +233,10 @@ class WholeRunner(Runner):
         return row, col
 
     def _output_shares(self, given: Tensor, layout: Layout) -> tuple[bool, bool]:
-        """Along row and col, whether the gradient of a whole local output is a share."""
+        """Along row and col, whether the gradient of a replicated local output is partial."""
         grads = self.grad_layouts
         if grads is None and not given.is_floating_point():
-            # Ids: what is whole on every row is added to each row's own tokens, as positions are.
+            # The output of replicated ids, such as positions, is added to each row's own tokens.
             grads = dt.Partial(), dt.Replicate()
         row, col = (
             isinstance(have, dt.Replicate) and want.is_partial()
@@ -237,7 +249,7 @@ class WholeRunner(Runner):
         compare_over_ranks(x, declared, module, self.grid, certain=self.certain, to_all=ids)
 
     def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
-        """A further local tensor of the same tokens as ``x``, laid out alike."""
+        """A further local argument as a DTensor laid out as ``x``, if it has the same tokens."""
         if isinstance(value, DTensor) or isinstance(given, DTensor):
             return value
         if not isinstance(value, Tensor) or value.shape[:-1] != given.shape[:-1]:
@@ -245,17 +257,19 @@ class WholeRunner(Runner):
         layout = self.grid.layout(x, self.row_dim)
         same = value.shape == given.shape
         if Shard(x.ndim - 1) in normalize(layout, x.ndim) and not same:
-            # Of other widths its features may be whole.
+            # Where x's features are split, those of a tensor of another width may not be.
             return value
         shape = x.shape if same else (*x.shape[:-1], value.shape[-1])
         value = self.grid.without_stand_in(value, layout)
         return to_dtensor(value, layout, self.grid, shape)
 
     def _with_whole_features(self, x: DTensor, given: Tensor) -> DTensor:
-        """A projection's input, of which the axis that split its features splits tokens now.
+        """A projection's input, redistributed so that its features are not split.
 
-        DTensor would hand on sums, and raises where what is beside the features does not divide.
-        What was given as a local tensor is gathered: so are its tokens where it leaves.
+        With split features DTensor would hand on partial sums, and raise where the other dims do
+        not divide. For an input that came as a DTensor, the axis that split the features splits
+        tokens instead. One that came as a local tensor is gathered, as the tokens of its output
+        would have to be.
         """
         if not self.projects:
             return x
@@ -273,11 +287,11 @@ class WholeRunner(Runner):
         return to_dtensor(local, (row, col), self.grid, x.shape)
 
     def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
-        """Whether the module takes tokens one by one, and each is whole where it lies."""
+        """Whether the module takes tokens one by one, and ``layout`` does not split features."""
         return self.locally is not None and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
 
     def _locally(self, module: Any, x: Tensor, layout: Layout) -> Tensor:
-        """The module on a local shard: no DTensor dispatch."""
+        """Run the module on a local shard, without the cost of DTensor's dispatch."""
         assert self.locally is not None
         axes = [
             axis
@@ -289,7 +303,7 @@ class WholeRunner(Runner):
         return self.locally(module, x, *params)
 
     def prepare(self, module: nn.Module) -> Prepared:
-        """Take up the parameters."""
+        """The parameters' local shards, as the module's math takes them."""
         return Prepared(
             *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
         )

@@ -1,12 +1,12 @@
-"""Modules that mix the tokens of a sample: they are given whole samples, or all of them.
+"""Runs modules that mix the tokens of a sample on samples that are not split, or on all samples.
 
-DTensor runs most of what mixes tokens as it runs anything else. What it does not:
+DTensor runs most modules that mix tokens correctly. The exceptions:
 
-- a convolution of what is split by length: it exchanges edges by ranks of the world, and so waits
-  for ever on a mesh of two dims;
-- attention of queries that are split by tokens, which it refuses;
-- recurrences and norms over tokens: they use tensors that are none of its own, or run on a shard as
-  if it were the whole.
+- Convolutions of a tensor that is split by length: DTensor exchanges edges by global ranks, and so
+  hangs on a mesh of two dims.
+- Attention with queries that are split by tokens, which DTensor refuses.
+- Recurrences and norms over tokens: they mix in plain tensors, or run on a shard as if it were the
+  global tensor.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _DRAWN = frozenset(
 
 
 def runs_alone(module: nn.Module) -> bool:
-    """Whether a module of torch's that mixes tokens is to run on local tensors of whole samples."""
+    """Whether a module of torch's mixes tokens and has to run on local tensors of full samples."""
     return isinstance(module, (nn.RNNBase, nn.GroupNorm, *_INSTANCE_NORMS, *_BATCH_NORMS))
 
 
 def check_dropout(module: nn.Module, grid: Grid) -> None:
-    """Check that no recurrence drops between its layers.
+    """Refuse a recurrence with dropout between its layers.
 
     Raises:
-        ValueError: for one that does, on more than one rank: its masks would differ over the ranks.
+        ValueError: for one on more than one rank, since its masks would differ over the ranks.
     """
     for inner in module.modules():
         if not isinstance(inner, nn.RNNBase) or grid.row.size * grid.col.size == 1:
@@ -88,10 +88,14 @@ def run_on_samples(
     x: DTensor,
     grid: Grid,
 ) -> Any:
-    """A module that :func:`runs_alone`, on this rank's samples of ``x``, which ``given`` is.
+    """Run a module that :func:`runs_alone` on this rank's samples.
+
+    Args:
+        given: the input as it stands in ``args`` or ``kwargs``.
+        x: the same input as a DTensor on the grid.
 
     Returns:
-        What the module gives, tensors as DTensors that are split by samples.
+        The module's output, with tensors as DTensors that are split by samples.
     """
     dim = _sample_dim(module, x)
     on_mesh = _of_samples(x, dim)
@@ -103,7 +107,7 @@ def run_on_samples(
             return samples.to_local()
         if isinstance(value, tuple):
             return tuple(map(local, value))
-        # A recurrence's states before the first token.
+        # Another tensor is a recurrence's initial state, which has its samples in dim 1.
         return _placed(value, x.shape[dim or 0], grid, _moved(on_mesh, 1), local=True)
 
     row, col = (isinstance(placement, Shard) for placement in layout)
@@ -121,7 +125,7 @@ def run_on_samples(
         return to_dtensor(value, there, grid, shape)
 
     if isinstance(y, tuple):
-        # The states after the last token come second, whose samples are in dim 1.
+        # The further outputs are a recurrence's final states, which have their samples in dim 1.
         return whole(y[0], dim), *(whole(one, 1) for one in y[1:])
     return whole(y, dim)
 
@@ -134,7 +138,7 @@ def run_mixing(
     x: DTensor,
     grid: Grid,
 ) -> Any:
-    """Any other module, on DTensors: what is inside that mixes tokens is given whole samples."""
+    """Run any other module on DTensors, and give functions in it that mix tokens full samples."""
     if isinstance(module, nn.MultiheadAttention):
         return _attention_on_samples(module, forward, args, kwargs, x, grid)
     with _OnDTensors(module, grid):
@@ -149,10 +153,10 @@ def _attention_on_samples(
     x: DTensor,
     grid: Grid,
 ) -> tuple[DTensor, DTensor | None]:
-    """Attention of DTensors that are split by samples alone; masks by theirs.
+    """Run attention on DTensors that are split by samples alone, and masks likewise.
 
     Raises:
-        ValueError: for a local tensor that is not of ``x``'s tokens, and for a mask of heads.
+        ValueError: for a local tensor of other tokens than ``x``'s, and for a mask per head.
     """
     dim = _sample_dim(module, x)
     kept = _of_samples(x, dim)
@@ -168,11 +172,11 @@ def _attention_on_samples(
                 f"how it is split"
             )
         if id(value) not in gathered:
-            # One tensor stays one: torch multiplies by all three weights at once.
+            # Equal arguments stay the same tensor, which torch multiplies by all weights at once.
             gathered[id(value)] = value.redistribute(placements=kept)
         bound[name] = gathered[id(value)]
     if not module.training:
-        # Where query and key are one, torch takes an operator that is none of DTensor's.
+        # If query and key are one tensor, torch takes a fast path that DTensor does not support.
         bound["query"] = bound["query"].view_as(bound["query"])
     for name, at in (("key_padding_mask", 0), ("attn_mask", None)):
         if bound.get(name) is not None:
@@ -185,13 +189,16 @@ def _attention_on_samples(
         )
     bound.pop("self")
     y, weights = forward(**bound)
-    # Through a local tensor and back: DTensor loses account of the strides of what it sums in
-    # backward, and torch's backward then views what is no view.
+    # By way of a local tensor: DTensor records wrong strides for a gradient that it sums in
+    # backward, and torch's backward then fails to view it.
     return to_dtensor(y.to_local(), grid.layout(y, 0), grid, y.shape), weights
 
 
 def pass_by_nothing(module: nn.Module) -> None:
-    """Keep TransformerEncoderLayer from passing by the modules in it, as it does without hooks."""
+    """Keep TransformerEncoderLayer from its fast path, which bypasses the modules inside.
+
+    It takes that path only if the modules have no hooks, so this adds one that does nothing.
+    """
     if isinstance(module, nn.MultiheadAttention) and not forward_pre_hooks(module):
         module.register_forward_pre_hook(_goes_on)
 
@@ -201,7 +208,7 @@ def _goes_on(module: nn.Module, args: Any) -> None:
 
 
 def _sample_dim(module: Any, x: Tensor) -> int | None:
-    """The dim of samples that are computed each by itself; None where they are not."""
+    """The dim of the samples, if the module computes each by itself; else None."""
     if isinstance(module, nn.GroupNorm):
         return 0
     if isinstance(module, _INSTANCE_NORMS):
@@ -212,17 +219,17 @@ def _sample_dim(module: Any, x: Tensor) -> int | None:
 
 
 def _of_samples(x: DTensor, dim: int | None) -> tuple[Placement, ...]:
-    """Placements with nothing split but the samples, and those where every rank has as many.
+    """Placements that split the samples alone, and them only if every rank gets as many.
 
     Torch views a rank's samples and their heads as one dim, and some of its norms and DTensor's
-    convolutions fail on a rank that has none.
+    convolutions fail on a rank without samples.
     """
     kept = [p if dim is not None and p == Shard(dim) else Replicate() for p in x.placements]
     return _dividing(x, kept)
 
 
 def _dividing(x: DTensor, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """The placements if they give every rank as much, else whole ones."""
+    """``placements`` if they split ``x`` evenly, else replicated ones."""
     parts = [1] * x.ndim
     for placement, size in zip(placements, x.device_mesh.shape, strict=True):
         if isinstance(placement, Shard):
@@ -232,7 +239,7 @@ def _dividing(x: DTensor, placements: Sequence[Placement]) -> tuple[Placement, .
 
 
 def _moved(placements: Sequence[Placement], dim: int | None) -> tuple[Placement, ...]:
-    """Placements of a tensor that has its samples in another dim, or in none."""
+    """The placements for a tensor that has its samples in dim ``dim``, or None for no samples."""
     return tuple(_at(placement, dim) for placement in placements)
 
 
@@ -243,10 +250,10 @@ def _at(placement: Placement, dim: int | None) -> Placement:
 def _placed(
     value: Any, samples: int, grid: Grid, placements: Sequence[Placement], *, local: bool = False
 ) -> Any:
-    """A further tensor, whole on every rank or a DTensor, as it is to be placed.
+    """Redistribute a further tensor argument, replicated on every rank or a DTensor.
 
     Raises:
-        ValueError: for a local tensor of other samples than all.
+        ValueError: for a local tensor that does not hold all samples.
     """
     if not isinstance(value, Tensor):
         return value
@@ -264,19 +271,20 @@ def _placed(
 
 
 class _OnDTensors(TorchFunctionMode):
-    """While it is entered, functions of DTensors are given what DTensor wants.
+    """Inside it, functions are called on DTensors in the form that DTensor supports.
 
-    Those that mix tokens have whole samples, and beside a DTensor, which has the sizes of the whole
-    model, what is made of buffers and sizes alone is whole on every rank.
+    Functions that mix tokens get full samples. Plain tensors beside a DTensor become replicated
+    DTensors if they are made of buffers and sizes alone: the module's code sees global sizes, so
+    those tensors are the same on every rank.
 
     Raises:
-        ValueError: for a function that DTensor does not have, naming the module.
+        ValueError: for a function that DTensor does not support, naming the module.
     """
 
     def __init__(self, module: nn.Module, grid: Grid) -> None:
         super().__init__()
         self._module, self._grid = module, grid
-        # With the tensors, lest another be given the number of one that is gone.
+        # Keeps the tensors themselves alive, since Python may reuse the id of a freed one.
         self._whole: dict[int, Tensor] = {id(x): x for x in module.buffers()}
 
     def __torch_function__(
@@ -318,7 +326,7 @@ class _OnDTensors(TorchFunctionMode):
 def _split_by(
     args: Sequence[Any], kwargs: Mapping[str, Any], dims: int
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Arguments with DTensors split by their first few dims alone."""
+    """The arguments, with their DTensors split along the first ``dims`` dims alone."""
 
     def gathered(x: DTensor) -> DTensor:
         split = [

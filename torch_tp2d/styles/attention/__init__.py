@@ -1,8 +1,8 @@
 """Attention on the grid: the style for attention modules, and the paper's algorithm by itself.
 
-Each file knows those before it: ``blocks`` (the algorithm), ``tokens`` (what a module is given),
-``call`` (what it gets for its call of torch's attention), ``runner`` and ``style``;
-``projections`` has the styles of the Linears inside.
+In import order the main files are ``blocks`` (the algorithm), ``tokens`` (a module's inputs),
+``call`` (what replaces its call of torch's attention), ``runner`` and ``style``. ``projections``
+has the styles of the Linears inside.
 """
 
 from .blocks import attention2d

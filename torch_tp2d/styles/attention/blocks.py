@@ -1,4 +1,4 @@
-"""The paper's algorithm by itself, and on the grid as :class:`Attention2D` needs it too."""
+"""The paper's two-phase attention: for DTensors, and as :class:`Attention2D` needs it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def two_phase_on(
     *,
     shares: bool,
 ) -> Tensor:
-    """The paper's attention, of queries, keys and values whose sequence tp_row splits.
+    """The paper's attention of local queries, keys and values whose sequence tp_row splits.
 
-    Scores of row i's queries and column j's keys are computed, and used, on rank (i, j).
+    The scores of row i's queries and column j's keys are computed, and used, on rank (i, j).
 
     Args:
-        shapes: the global shapes.
-        layouts: of queries and the output, and of keys and values, on tp_col.
-        mask: of this row's queries and all keys.
-        shares: where layouts replicate, gradients are handed back as shares, not whole.
+        tensors: queries, keys and values.
+        shapes: their global shapes.
+        layouts: the placements on tp_col of queries and output, and of keys and values.
+        mask: for this row's queries and all keys.
+        shares: where ``layouts`` replicate, gradients are handed back partial, not replicated.
     """
     (query, key, value), (query_shape, key_shape, value_shape) = tensors, shapes
     (on_query, on_key), row, col = layouts, grid.row, grid.col
@@ -86,30 +87,30 @@ def attention2d(
 ) -> DTensor:
     """The paper's two-phase attention on the grid, of DTensors in any layout.
 
-    ``(QK^T)_ij = sum_t Q_it K_jt^T`` for the block (i, j) of the scores, the softmax across a
-    whole row of them, its maximum and sum crossing the row, and ``O_ij = sum_t S_it V_tj``. The
-    paper's blocks are ``(Shard(2), Shard(3))``: the sequence over ``tp_row``, the features of each
-    head over ``tp_col``. Any sizes, heads and grids will do. The blocks of the scores stay where
-    they are computed, since tokens are fewer than scores: the sums over t are made of queries
-    gathered along ``tp_col``, of keys and values brought to the column of their scores, and of a
-    reduce-scatter of the output.
+    Block (i, j) of the scores is ``(QK^T)_ij = sum_t Q_it K_jt^T``. The softmax runs along a row of
+    blocks, so its maximum and sum cross that mesh row. The output is ``O_ij = sum_t S_it V_tj``.
+    The paper's blocks are ``(Shard(2), Shard(3))``: the sequence over ``tp_row``, the features of
+    each head over ``tp_col``. Any sizes, numbers of heads and grids are possible. The blocks of the
+    scores are not moved, as there are more scores than tokens. Instead queries are gathered along
+    ``tp_col``, keys and values are brought to the column of their scores, and the output is
+    reduce-scattered.
 
-    Each rank holds 1/N of the scores, ``heads x queries/R x keys/C`` numbers, until backward, and
-    received forward, in units of one rank's part of the queries, ``2 (C-1)`` and, for keys and
+    Each rank holds 1/N of the scores, ``heads x queries/R x keys/C`` numbers, until backward. In
+    forward it receives, in units of one rank's part of the queries, ``2 (C-1)`` and, for keys and
     values, ``2 (R-1) + 2 R (C-1)/C``. The ring, with heads over ``tp_col``, holds no scores and
-    receives ``2 (R-1)``: it is better wherever there are at least ``C`` heads. Two phases are for
-    fewer heads than columns.
+    receives ``2 (R-1)``, so it is better if there are at least ``C`` heads. Two-phase attention is
+    for fewer heads than columns.
 
     Args:
         query, key, value: ``[batch, heads, sequence, features]`` on a mesh
-            ``("tp_row", "tp_col")``. Keys and values may have fewer heads, shared by groups of
-            query heads, and another sequence than the queries.
-        attn_mask: whole on every rank, as ``scaled_dot_product_attention`` takes it. Its gradient
-            is each rank's share.
-        is_causal: no look at later tokens; not beside a mask.
-        scale: of the scores, by default ``features ** -0.5``.
+            ``("tp_row", "tp_col")``. Keys and values may have fewer heads than the queries, each
+            for a group of query heads, and a sequence of another length.
+        attn_mask: replicated on every rank, as ``scaled_dot_product_attention`` takes it. Its
+            gradient is partial on each rank.
+        is_causal: mask later tokens; not together with ``attn_mask``.
+        scale: factor of the scores, by default ``features ** -0.5``.
         algorithm: ``"two_phase"``, ``"ring"`` or ``"gather"``, see :class:`Attention2D`.
-        balanced: the sequence is in the order of :func:`balanced_order`, its mask too.
+        balanced: the sequence, and the mask, are in the order of :func:`balanced_order`.
 
     Returns:
         The output, placed as ``query``.
@@ -190,7 +191,7 @@ def attention2d(
         return grid.redistribute(x, given[n], layout, shape=shapes[n], partial_grad=(False, sums))
 
     if algorithm == "two_phase":
-        # As they are on tp_col, if that leaves the sequence to tp_row.
+        # They keep their placements on tp_col, unless those split the sequence or the batch.
         on_query, on_key = (
             whole if layout[1] in (split, Shard(0)) else layout[1] for layout in given[:2]
         )

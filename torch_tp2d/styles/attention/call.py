@@ -1,4 +1,4 @@
-"""What an attention module gets for its call of ``scaled_dot_product_attention``."""
+"""What replaces ``scaled_dot_product_attention`` in an attention module on the grid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Call"]
 
 
 class Call:
-    """``scaled_dot_product_attention`` as an attention module on the grid calls it."""
+    """``scaled_dot_product_attention``, computed across the grid, for one call of the module."""
 
     def __init__(self, runner: AttentionRunner, module: nn.Module, tokens: Tokens) -> None:
         self.runner, self.module, self.tokens = runner, module, tokens
@@ -95,7 +95,8 @@ class Call:
     def _dropout(self, p: float, heads: Heads) -> Callable[[Tensor], Tensor]:
         """Dropout of the attention weights ``[batch, heads, queries, keys]`` of this rank."""
         key, row, first = next_key(self.grid), self.grid.row, 0
-        # Asked for on all ranks alike: one without queries has no weights to drop.
+        # Needed before drop() is called: the sizes may take a transfer, in which all ranks have to
+        # take part, but a rank without queries has no weights to drop.
         lengths = self.tokens.lengths if self.runner.row_dim and row.size > 1 else None
         if self.runner.row_dim == 0:
             first = sum(row.split(self.tokens.extent(0))[: row.index])
@@ -116,7 +117,7 @@ class Call:
         return drop
 
     def drop(self, x: Tensor, p: float) -> Tensor:
-        """What the module gets for ``torch.nn.functional.dropout``."""
+        """What replaces ``torch.nn.functional.dropout`` in the module."""
         if isinstance(x, DTensor) or x.ndim != 4:
             return self.runner.masks.drop(x, p)
         heads = self.runner.heads
@@ -136,10 +137,10 @@ class Call:
     def _unpacked(
         self, query: Tensor, mask: Tensor | None, heads: Heads
     ) -> tuple[Tensor, Tensor | None]:
-        """Undo what Hugging Face does to a query of one token with a mask.
+        """Undo the reshape that Hugging Face applies to a query of one token with a mask.
 
-        It takes it for a decoding step and makes ``[batch, key heads, queries of each, features]``
-        of it. A row may well hold one token of many.
+        It takes such a query for a decoding step and reshapes it to ``[batch, key heads, queries
+        per key head, features]``. Here it may be one row's part of a longer sequence.
         """
         if query.shape[1] == heads.given or query.shape[1] * query.shape[2] != heads.given:
             return query, mask
@@ -161,7 +162,8 @@ class Call:
     ) -> Tensor:
         """Attention of this row's queries to the keys of all rows.
 
-        With dropout of the weights, which are not written out otherwise, keys are gathered.
+        With dropout, which needs the attention weights materialized, keys are gathered whatever the
+        algorithm.
         """
         runner, row = self.runner, self.grid.row
         queries, keys = self.tokens.lengths
@@ -173,7 +175,7 @@ class Call:
             ("key", key, keys, keys if whole else key_sizes[row.index]),
             ("value", value, keys, keys if whole else key_sizes[row.index]),
         ):
-            # One token may stand in for none, see Grid.with_stand_in.
+            # An empty part may hold one stand-in token, see Grid.with_stand_in.
             if x.shape[SEQUENCE] not in (expected, expected or 1):
                 raise self.refuse(
                     f"attention was called with a {name} of shape {tuple(x.shape)}, but this "
@@ -181,7 +183,8 @@ class Call:
                     f"keys, and modules that change the sequence, need row_dim=0"
                 )
         if getattr(self.module, "is_causal", False) and mask is None and query.shape[2] == 1:
-            # Hugging Face takes a query of one token for a decoding step, which sees all keys.
+            # Hugging Face takes a query of one token for a decoding step, which sees all keys, and
+            # so does not ask for a causal mask.
             causal = causal or queries > 1
         if causal and queries != keys:
             raise self.refuse(
@@ -195,7 +198,7 @@ class Call:
                     "wrong: use balanced=False, or is_causal alone"
                 )
             mask = self._mask(mask, sizes, keys, heads)
-        # What stands in for a row without tokens, see Grid.with_stand_in.
+        # A row without tokens holds a stand-in, see Grid.with_stand_in.
         stands_in = not here and query.shape[SEQUENCE]
         if not here:
             query = query.narrow(SEQUENCE, 0, 0)
@@ -246,7 +249,11 @@ class Call:
         return out
 
     def _mask(self, mask: Tensor, sizes: Sequence[int], keys: int, heads: Heads) -> Tensor:
-        """A mask of this row's queries and all keys."""
+        """The part of a mask for this row's queries and all keys.
+
+        Raises:
+            ValueError: for a mask of another size.
+        """
         index, queries = self.grid.row.index, sum(sizes)
         if mask.shape[-1] not in (1, keys) or mask.shape[-2] not in (
             1,
@@ -268,7 +275,7 @@ class Call:
 
 
 def _whole_heads(out: Tensor, heads: Heads) -> Tensor:
-    """All heads of an output, where the module expects all."""
+    """An output with all heads gathered, where the module expects all of them."""
     if not heads.whole_query:
         return out
     return move(out, heads.axis, Shard(1), Replicate(), {1: heads.sizes})

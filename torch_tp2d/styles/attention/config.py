@@ -1,4 +1,4 @@
-"""An attention module's own view of its model's config, in which the heads are this column's."""
+"""A view of a model's config for an attention module, with this column's numbers of heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["local_config", "read_from_config"]
 
 
 def read_from_config(module: nn.Module) -> set[str]:
-    """The numbers of heads that the module's forward reads from its config, as Phi-3's does."""
+    """Names of the head counts that a module's forward reads from its config, as Phi-3's does."""
     config = getattr(module, "config", None)
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if config is None or code is None:
@@ -28,10 +28,10 @@ def _fixed(value: int) -> property:
 
 
 def local_config(config: Any, values: Mapping[str, int]) -> Any:
-    """The same config, whatever else becomes of it, but for some values."""
+    """A view of a config with some fixed values, which follows all other changes of the config."""
     fixed = {name: _fixed(value) for name, value in values.items()}
     kind = type(type(config).__name__, (type(config),), fixed)
     view: Any = object.__new__(kind)
-    # Shared, so that what is set in one of the two is seen in the other.
+    # Both have one __dict__, so that an attribute set in one is seen in the other.
     object.__setattr__(view, "__dict__", config.__dict__)
     return view

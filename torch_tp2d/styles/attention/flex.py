@@ -1,4 +1,4 @@
-"""The masks of torch's ``flex_attention``: this row's and this column's part of one."""
+"""Narrows a BlockMask of torch's ``flex_attention`` to this row's and this column's part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Share", "own_blocks"]
 
 
 class Share(NamedTuple):
-    """A rank's part of a dim: ``size`` of ``whole``, from ``first`` on."""
+    """A rank's part of a dim of size ``whole``: ``size`` elements from index ``first`` on."""
 
     first: int
     size: int
@@ -21,14 +21,14 @@ class Share(NamedTuple):
 
 
 def own_blocks(mask: BlockMask, batch: Share, heads: Share) -> BlockMask:
-    """A rank's part of a mask that was made for the whole batch and all heads.
+    """A rank's part of a mask that was made for the full batch and all heads.
 
     Args:
-        mask: of shape ``[batch, heads, queries, keys]``, each of the first two whole, or 1 where
-            it is the same for all, or this rank's number already, and then left as it is.
+        mask: of shape ``[batch, heads, queries, keys]``. Each of the first two is the global size,
+            or 1 for a mask that is the same for all, or this rank's size, which is left as it is.
 
     Raises:
-        ValueError: for any other size.
+        ValueError: for any other batch or heads.
     """
     index, offsets = [], []
     for name, size, share in zip(("batch", "heads"), mask.shape, (batch, heads), strict=False):
@@ -39,7 +39,7 @@ def own_blocks(mask: BlockMask, batch: Share, heads: Share) -> BlockMask:
             )
         cuts = size == share.whole != share.size
         index.append(slice(share.first, share.first + share.size) if cuts else slice(None))
-        # Where it is the same for all, its function is asked about each all the same.
+        # A mask of size 1 is not narrowed, but its function is called with indices all the same.
         offsets.append(share.first if cuts or size == 1 else 0)
     if not any(offsets) and index == [slice(None)] * 2:
         return mask
@@ -52,7 +52,7 @@ _MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _shifted(function: _MaskFunction, first: int, head: int) -> _MaskFunction:
-    """A mask's function for indices that begin with 0 on this rank."""
+    """A mask's function for this rank's batch and head indices, which start at 0."""
 
     def shifted(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return function(b + first, h + head, query, key)

@@ -1,4 +1,4 @@
-"""The styles of an attention module's projections."""
+"""The styles of an attention module's projections, for the plan."""
 
 from __future__ import annotations
 
@@ -40,30 +40,31 @@ def attention_projections(
 ) -> Projections:
     """The styles of the projections inside a module whose style is :class:`Attention2D`.
 
-    Heads that divide over ``tp_col`` are split over it. Key and value heads that do not are whole
-    on every rank, and so is everything where the query heads do not; what a rank computes of it
-    is a share, so the gradients of whole projections are summed.
+    Heads that divide over ``tp_col`` are split over it. If the key and value heads do not divide,
+    they are replicated on every rank; if the query heads do not, all heads are. Each rank uses
+    replicated heads for a part of the attention only, so their gradients are partial and are
+    summed.
 
     Args:
         num_heads: query heads of the model.
-        num_kv_heads: key and value heads; None for as many.
+        num_kv_heads: key and value heads; None for as many as query heads.
         columns: the size of ``tp_col``.
         row_dim: the token dim that ``tp_row`` splits.
         whole_keys: with ``row_dim=1``, gather keys and values along ``tp_row`` as they leave their
-            projections, for modules that do not call ``scaled_dot_product_attention`` and put no
-            positions into their keys. They go with ``Attention2D(algorithm="local")``.
-        output_layouts: of the output projection, ``Shard(1)`` by default: the token layout.
-        use_local_output: of the output projection.
-        algorithm, dataflow, reshard_after_forward, reduce_dtype: of their matrix products, as in
+            projections. It is for modules that do not call ``scaled_dot_product_attention`` and
+            apply no positions to their keys, with ``Attention2D(algorithm="local")``.
+        output_layouts: those of the output projection, ``Shard(1)`` by default: the token layout.
+        use_local_output: that of the output projection.
+        algorithm, dataflow, reshard_after_forward, reduce_dtype: those of all projections, as in
             :class:`torch_tp2d.Colwise2D`.
-        regather_input: of the queries', keys' and values'.
+        regather_input: that of the query, key and value projections.
 
     Returns:
         ``(q, kv, o)``.
 
     Raises:
         ValueError: if the query heads are no multiple of the key and value heads, or for
-            ``whole_keys`` where rows hold whole sequences anyway.
+            ``whole_keys`` without ``row_dim=1``, where rows hold full sequences anyway.
 
     Example::
 
@@ -88,7 +89,7 @@ def attention_projections(
 
     def into_heads(whole: bool, over_row: bool) -> Colwise2D:
         outputs = Replicate() if over_row else Shard(row_dim), Replicate() if whole else Shard(-1)
-        # What is whole is used by each rank for queries of its own: a share of the gradient.
+        # Each rank uses a replicated output for its own queries, so its gradient is partial.
         grads = tuple(Partial() if isinstance(p, Replicate) else p for p in outputs)
         return Colwise2D(
             output_layouts=outputs, grad_layouts=grads, regather_input=regather_input, **linear

@@ -1,4 +1,4 @@
-"""Running an attention module on its own heads and tokens."""
+"""The runner of an attention module, which runs it on this rank's heads and tokens."""
 
 from __future__ import annotations
 
@@ -66,20 +66,22 @@ class AttentionRunner(Runner):
         finally:
             context.in_attention = around
             if known is None:
-                # No embedding writes sizes anew: these hold in this module, not in the next pass.
+                # Without an embedding, nothing updates the sizes in the next pass, so they must not
+                # outlive this module.
                 context.tokens = None
 
     def _without_stand_in(self, result: Any) -> Any:
-        """What the module gives, less the token that stands in for none in it.
+        """The module's result without the stand-in token of a row that has none.
 
-        Its sizes were those of a DTensor, and nothing after it could tell the token from others.
+        The sizes by which the token is recognized came from a DTensor given to this module, and
+        later modules do not have them.
         """
         tokens, row, dim = self.grid.context.tokens, self.grid.row, self.row_dim
         if tokens is None or row.split(tokens[dim])[row.index] or not tokens[dim]:
             return result
 
         def without(x: Tensor) -> Tensor:
-            # Of weights [batch, heads, queries, keys] a row that splits the sequence gives none.
+            # Tensors of 4 dims are attention weights, which are not returned with row_dim=1.
             if isinstance(x, DTensor) or x.ndim not in (3, 4 - dim) or x.shape[dim] != 1:
                 return x
             return hand_out(x.narrow(dim, 0, 0), said_of(x))
@@ -98,7 +100,8 @@ class AttentionRunner(Runner):
             with Intercept(call.drop, call):
                 result = self._with_own_parameters(module, forward, args, kwargs)
         except RuntimeError as error:
-            # Its own products may be of heads that do not fit each other.
+            # Attention in the module's own code may have failed on head counts that do not match,
+            # and then the message below is the helpful one.
             if call.happened or not self.why_not_eager():
                 raise
             cause = error
@@ -113,7 +116,7 @@ class AttentionRunner(Runner):
     def _with_own_parameters(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """The module's forward, in which its own parameters are those of this column's heads."""
+        """Run the module's forward with its own parameters sharded to this column's heads."""
         if not self.own_parameters:
             return forward(*args, **kwargs)
         own = [(module, name) for name in self.own_parameters]
@@ -134,7 +137,11 @@ class AttentionRunner(Runner):
             )
 
     def _check_keys(self, module: nn.Module) -> None:
-        """That the keys of other rows come from somewhere."""
+        """Refuse ``algorithm="local"`` unless a projection gathers keys along ``tp_row``.
+
+        Raises:
+            ValueError: if none does, as the keys of other rows would be missing.
+        """
         if self.row_dim == 0 or self.grid.row.size == 1 or self.algorithm != "local":
             return
         exits = (getattr(child.__dict__.get("_tp2d"), "exit", None) for child in module.modules())
@@ -148,7 +155,10 @@ class AttentionRunner(Runner):
             )
 
     def why_not_eager(self) -> str:
-        """Why attention on what the projections give is wrong as it stands, if it is."""
+        """Why attention by the module's own code, on local projections, would be wrong.
+
+        Empty if it would be right.
+        """
         row, col, heads = self.grid.row, self.grid.col, self.heads
         mend = 'have it do so (Hugging Face: attn_implementation="sdpa")'
         if self.row_dim == 1 and row.size > 1 and self.algorithm != "local":
@@ -157,7 +167,7 @@ class AttentionRunner(Runner):
                 f"{mend}, or gather the keys: attention_projections(whole_keys=True) with "
                 f'algorithm="local"'
             )
-        # With one key head the number of groups is divided, and a module needs no more.
+        # With one key head, dividing the number of query groups is enough for the module.
         if heads is not None and col.size > 1 and heads.whole_key:
             if heads.whole_query or heads.key != 1:
                 return (

@@ -25,56 +25,58 @@ _WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim")
 
 
 class Attention2D(GridStyle):
-    """Run an attention module on its own heads and tokens, inside a model of DTensors.
+    """Run an attention module on this rank's heads and tokens, inside a model of DTensors.
 
     The module's projections have styles of their own (:func:`attention_projections` gives them);
-    this one is for the module around them. A model that no one wrote for tensor parallelism needs
-    no edit: between modules its code sees DTensors of the global shape, inside this module local
-    tensors, of this row's tokens and this column's heads.
+    this one is for the module around them. A model that was not written for tensor parallelism
+    needs no edit: between modules its code sees DTensors of the global shape, and inside this
+    module local tensors of this row's tokens and this column's heads.
 
     * The floating point DTensors that the module is given (hidden states, states to attend to) are
       gathered along ``tp_col``, once for all the projections.
-    * Plain tensors (masks, rotary tables, position ids) are taken to be whole, as made from
-      global shapes, and are cut to this row's tokens and this column's heads (``whole_inputs``).
-    * A ``BlockMask`` of ``flex_attention`` is cut likewise, and its function asked about indices of
-      the whole. A ``score_mod`` is not: it sees this row's batch and this column's heads, both
+    * Plain tensors (masks, rotary tables, position ids) are taken to cover all tokens and heads, as
+      they are made from global shapes, and are narrowed to this row's tokens and this column's
+      heads (see ``whole_inputs``).
+    * A ``BlockMask`` of ``flex_attention`` is narrowed likewise, and its function is called with
+      global indices. A ``score_mod`` is not: it sees this row's batch and this column's heads, both
       numbered from 0.
     * Integer attributes that count heads are divided by the size of ``tp_col``.
     * While the module runs, ``scaled_dot_product_attention`` is computed across the grid. Key and
-      value heads that do not divide over ``tp_col``, and query heads that do not, are whole in the
-      module, and this column's share of them is computed. With ``row_dim=1`` the sequence is split
-      over ``tp_row``, and causal masks know where in it a row is.
+      value heads that do not divide over ``tp_col``, and query heads that do not, are replicated in
+      the module, and each column computes its part of them. With ``row_dim=1`` ``tp_row`` splits
+      the sequence, and causal masks account for a row's position in it.
 
-    With ``row_dim=1`` what the module computes from lengths alone (positions numbered from 0, a
-    mask of its own making) would be that of a part: it has to take them as arguments.
+    With ``row_dim=1``, anything that the module computes from lengths alone (positions numbered
+    from 0, a mask of its own making) would cover one row's part only; it has to take such tensors
+    as arguments instead.
 
     Keyword Args:
         row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
         algorithm: with ``row_dim=1``, how queries meet the keys of other rows. ``"ring"``
             (``"auto"``): keys and values go around ``tp_row``, one block on the wire while another
             is computed. ``"gather"``: they are gathered first. ``"two_phase"``: the paper's, see
-            :func:`attention2d`. ``"local"``: nothing travels, as their projections gather them
-            (``attention_projections(whole_keys=True)``).
+            :func:`attention2d`. ``"local"``: attention moves nothing, as the projections gather the
+            keys and values (``attention_projections(whole_keys=True)``).
         balanced: with ``row_dim=1``, tokens are in the order of :func:`balanced_order`.
-        num_heads, num_kv_heads: of the whole module. By default read from its attributes, or from
-            its ``config``.
+        num_heads, num_kv_heads: global numbers of heads. By default read from the module's
+            attributes, or from its ``config``.
         local_attributes: the module's attributes to divide by the size of ``tp_col``. By default
-            the usual names for numbers of heads and for their width all together.
-        whole_inputs: for plain tensors by argument name, what their dims are: each ``"batch"``,
-            ``"heads"``, ``"sequence"`` or None. By default ``("batch", "heads", "sequence", None)``
-            in 4 dims, ``("batch", "sequence", None)`` in 3, ``("batch", "sequence")`` of integers
-            and ``("sequence", None)`` of anything else in 2, ``("sequence",)`` in 1. A dim of size
-            1 is left alone.
-        own_parameters: of parameters that the module has itself (attention sinks ``[heads]``, a
-            scale), by name, what their dims are: ``("heads",)`` for what each head has its own of,
-            split over ``tp_col``; ``(None,)`` for what all heads share, whole on every rank.
+            the usual names for numbers of heads and for the total width of the heads.
+        whole_inputs: for plain tensors, by argument name, the meaning of their dims: each is
+            ``"batch"``, ``"heads"``, ``"sequence"`` or None. By default
+            ``("batch", "heads", "sequence", None)`` in 4 dims, ``("batch", "sequence", None)`` in
+            3, ``("batch", "sequence")`` for integers and ``("sequence", None)`` for any other dtype
+            in 2, and ``("sequence",)`` in 1. A dim of size 1 is left alone.
+        own_parameters: for the module's own parameters (attention sinks ``[heads]``, a scale), by
+            name, the meaning of their dims: ``("heads",)`` for one value per head, split over
+            ``tp_col``; ``(None,)`` for values common to all heads, replicated on every rank.
         input_layouts: layout of local hidden states, ``Replicate()`` by default: a single
             Placement is the one on ``tp_col``.
 
     Raises:
         ValueError: when applied, if the heads cannot be split; in forward, for shapes that do not
-            fit the tokens, dropout inside attention, and if the module computes its attention
-            where the style cannot reach it and that would be wrong.
+            fit the tokens, and if the module computes its attention without
+            ``scaled_dot_product_attention`` where that would be wrong.
 
     Example::
 
@@ -145,7 +147,7 @@ class Attention2D(GridStyle):
             yield module, name, (Replicate(), split)
 
     def heads(self, module: nn.Module, axis: Axis) -> Heads | None:
-        """The heads of a module that is not divided yet; None if it does not say."""
+        """A module's global head counts, read before they are divided; None if it does not say."""
         query, key = head_counts(module)
         query = query if self.num_heads is None else self.num_heads
         key = key if self.num_kv_heads is None else self.num_kv_heads
@@ -183,7 +185,7 @@ class Attention2D(GridStyle):
         }
 
     def config_values(self, module: nn.Module, axis: Axis) -> dict[str, int]:
-        """What the module's forward reads from its config, with the values of this column."""
+        """This column's values of the head counts that the module's forward reads from a config."""
         heads = self.heads(module, axis)
         if heads is None or heads.whole_query:
             return {}
@@ -214,11 +216,11 @@ class Attention2D(GridStyle):
         AttentionRunner(self, module, grid).check(module)
 
     def check_own_parameters(self, module: nn.Module, grid: Grid, heads: Heads | None) -> None:
-        """Refuse parameters of the module itself of which it is not said what their dims are.
+        """Refuse own parameters of the module that ``own_parameters`` does not describe.
 
         Raises:
-            ValueError: for one that is not named, or has other dims, and for heads that cannot be
-                split.
+            ValueError: for a parameter that is not named, or has another number of dims, and for
+                heads that do not divide over ``tp_col``.
         """
         found = parameters_of(module)
         own = {name: tuple(p.shape) for name, p in found.items() if p is not None}
@@ -244,7 +246,7 @@ class Attention2D(GridStyle):
                 )
 
     def check_positions(self, module: nn.Module, grid: Grid) -> None:
-        """Refuse a module that would take this row's tokens for all there are.
+        """Refuse a module that would take this row's tokens for the full sequence.
 
         Raises:
             ValueError: for one that computes a bias from the lengths that it sees.

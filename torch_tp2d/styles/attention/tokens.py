@@ -1,4 +1,4 @@
-"""Which of a model's tokens an attention module on the grid is given."""
+"""The inputs of an attention module on the grid: which tokens and heads of them it is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ __all__ = ["Tokens"]
 
 
 class Tokens:
-    """The tokens that an attention module is given, and this row's part of them."""
+    """The tokens of one call of an attention module, and the arguments as this rank is given them.
+
+    Args:
+        hidden: the module's hidden states, before they are gathered.
+    """
 
     def __init__(self, runner: AttentionRunner, module: nn.Module, hidden: Tensor) -> None:
         self.runner, self.module, self.hidden = runner, module, hidden
@@ -32,11 +36,11 @@ class Tokens:
         self.keys: int | None = None
         if isinstance(hidden, DTensor) and hidden.device_mesh == self.grid.mesh:
             self.shape = hidden.shape[0], hidden.shape[1]
-            # A model may have several streams of tokens: this is the one under way now.
+            # A model may have several streams of tokens; this one is the current one now.
             self.grid.context.tokens = self.shape
 
     def extent(self, dim: int) -> int:
-        """Batch (0) or sequence (1) of all tokens."""
+        """Global size of the batch (dim 0) or the sequence (dim 1) of the hidden states."""
         if self.shape is not None:
             return self.shape[dim]
         if isinstance(self.hidden, DTensor):
@@ -51,12 +55,12 @@ class Tokens:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of the sequence of queries, and of that of keys."""
+        """Global lengths of the sequences of queries and of keys."""
         queries = self.extent(1)
         return queries, queries if self.keys is None else self.keys
 
     def enter(self, value: Any, name: str) -> Any:
-        """An argument as the module is to see it."""
+        """An argument in the form in which the module sees it on this rank."""
         if isinstance(value, tuple | list):
             return type(value)(self.enter(item, name) for item in value)
         if isinstance(value, BlockMask):
@@ -69,7 +73,7 @@ class Tokens:
             return self._cut(value, name)
         if value.shape[0] != self.hidden.shape[0] or name in self.runner.whole_inputs:
             return self._cut(value, name)
-        # States to attend to.
+        # A DTensor [batch, sequence, hidden] beside the hidden states: the states to attend to.
         self.keys = value.shape[1]
         row = self.grid.row
         if self.row_dim == 1 and not all(row.split(self.keys)):
@@ -80,7 +84,7 @@ class Tokens:
         return self._gather(value)
 
     def _gather(self, x: Tensor) -> Tensor:
-        """This row's tokens, whole in the hidden dim."""
+        """This row's tokens, gathered along ``tp_col``."""
         shape: Sequence[int] | None = None
         if isinstance(x, DTensor):
             layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
@@ -96,7 +100,7 @@ class Tokens:
         return gather_for_module(x, layout, self.grid, shape)
 
     def _cut(self, x: Tensor, name: str) -> Tensor:
-        """This row's and column's part of a tensor that is whole."""
+        """This row's and column's part of an input that covers all tokens and heads."""
         dims = self.runner.whole_inputs.get(name)
         if dims is None:
             dims = _dims_of(x)
@@ -109,7 +113,8 @@ class Tokens:
         on_col = self._part(x, name, dims, "heads")
         if isinstance(x, DTensor):
             x = x.redistribute(placements=self.grid.placements((on_row, on_col)))
-            # Other rows have other tokens, other columns other heads: what is whole gets shares.
+            # Rows have different tokens and columns different heads, so the gradient is partial
+            # along an axis that replicates the input.
             grads = [Partial() if p == Replicate() else p for p in (on_row, on_col)]
             return x.to_local(grad_placements=grads if x.is_floating_point() else None)
         for axis, placement in ((self.grid.row, on_row), (self.grid.col, on_col)):
@@ -117,13 +122,13 @@ class Tokens:
                 sizes = axis.split(x.shape[placement.dim])
                 start, count = sum(sizes[: axis.index]), sizes[axis.index]
                 if not count:
-                    # For the token that stands in for none.
+                    # One element, for the stand-in token of an empty shard.
                     start, count = 0, 1
                 x = x.narrow(placement.dim, start, count)
         return x
 
     def _own_blocks(self, mask: BlockMask, name: str) -> BlockMask:
-        """This row's and column's part of a mask of ``flex_attention``."""
+        """This row's and column's part of a BlockMask of ``flex_attention``."""
         row, heads = self.grid.row, self.runner.heads
         where = f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name}"
         if self.row_dim == 1 and row.size > 1:
@@ -134,7 +139,7 @@ class Tokens:
             )
         whole = self.extent(0)
         sizes = row.split(whole)
-        # A row without samples computes one that stands in for none.
+        # A row without samples computes one stand-in sample.
         batch = Share(sum(sizes[: row.index]), sizes[row.index], whole)
         if not batch.size:
             batch = Share(0, 1, whole)
@@ -153,7 +158,14 @@ class Tokens:
     def _part(
         self, x: Tensor, name: str, dims: Sequence[str | None], what: str
     ) -> Shard | Replicate:
-        """How an axis is to cut ``x``: in the dim that is ``what``."""
+        """How an axis splits ``x``: along the dim that is ``what``, if there is one.
+
+        Args:
+            what: ``"heads"``, for ``tp_col``, or ``"batch"`` or ``"sequence"``, for ``tp_row``.
+
+        Raises:
+            ValueError: for a batch or sequence dim of another size than the tokens have.
+        """
         heads = self.runner.heads
         axis = self.grid.col if what == "heads" else self.grid.row
         if what not in dims or axis.size == 1:

@@ -1,7 +1,7 @@
 """Stock parallel styles on a 2-D mesh.
 
-``style`` has :class:`Lifted` and which style becomes which; ``sequence`` and ``prepare`` are those
-that have no 2-D namesake.
+``style`` has :class:`Lifted` and the table of which style becomes which. ``sequence`` and
+``prepare`` implement the stock styles that have no 2-D namesake.
 """
 
 from .style import Lifted

@@ -1,4 +1,4 @@
-"""``PrepareModuleInput`` and ``PrepareModuleOutput`` on a grid: hooks that lay tensors out."""
+"""``PrepareModuleInput`` and ``PrepareModuleOutput`` on a grid: hooks that redistribute tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LiftedPrepare(GridStyle):
         self.giving: Collection[int] = ()
 
     def check(self, module: nn.Module, grid: Grid) -> None:
-        """Hooks fit any module, but which inputs hold tokens has to be clear."""
+        """Refuse only inputs of which it is unclear whether they hold tokens."""
         if self.inputs is not None and not _local_input(self.local_input, module, self.giving):
             self.inputs.check(module, grid)
 
@@ -69,11 +69,12 @@ class LiftedPrepare(GridStyle):
 def _local_input(asked: bool | None, module: nn.Module, giving: Collection[int]) -> bool:
     """Whether a prepared module is handed local tensors.
 
-    Unless it was said: a module that holds a Colwise module which hands on DTensors works on
-    DTensors of the global shape, and any other on this row's tokens.
+    By default a module with a Colwise module inside that hands on DTensors is handed DTensors of
+    the global shape, and any other module local tensors of this row's tokens.
 
     Args:
-        giving: ids of modules that are about to get such a style.
+        asked: what the user asked for; None for the default.
+        giving: ids of modules that are about to get a Colwise style that hands on DTensors.
     """
     if asked is not None:
         return asked
@@ -88,25 +89,25 @@ def _gives_dtensors(module: nn.Module) -> bool:
 
 
 class _Input(NamedTuple):
-    """How one input comes and goes, as (tp_row, tp_col) layouts."""
+    """The layouts, (tp_row, tp_col), of one tensor before and after it is prepared."""
 
     have: Layout
     want: Layout
     ambiguous: bool = False
-    """Whether it may hold this row's tokens as well as be the same on every row."""
+    """Whether it is unclear if it holds this row's tokens or is the same on every row."""
 
     @property
     def is_same(self) -> bool:
-        """Whether it is declared whole on every rank: a table of positions, a mask."""
+        """Whether it is declared the same on every row: a table of positions, a mask."""
         return isinstance(self.have[0], Replicate)
 
 
 class _Inputs:
     """What the layouts of a PrepareModuleInput mean on a grid.
 
-    What is sharded along tp_col holds tokens, and so does the first input. Any other that is
-    declared ``Replicate()`` is the same on every row, as it is on every rank of a line. A pair in
-    place of a placement says it for an input of its own.
+    Inputs that are sharded along tp_col hold tokens, and so does the first input. Any other that is
+    declared ``Replicate()`` is the same on every row, as it is on every rank of a 1-D mesh. A pair
+    in place of a placement gives an input's layout on both axes.
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class _Inputs:
         first = next((key for key in declared if isinstance(key, int) or len(declared) == 1), None)
         found: dict[int | str, _Input] = {}
         for key in declared:
-            # The first is tokens unless others are for certain; keywords have no first.
+            # The first input holds tokens, but a replicated one is ambiguous if another is sharded.
+            # Several keywords have no first: all are ambiguous if none of them is sharded.
             ambiguous = key in plain and (tokens if key == first else not tokens and first is None)
             same = key in plain and key != first and not ambiguous
             row = Replicate() if same else Shard(row_dim)
@@ -141,7 +143,7 @@ class _Inputs:
         return cls(args, {key: found[key] for key in found if isinstance(key, str)})
 
     def check(self, module: nn.Module, grid: Grid) -> None:
-        """Refuse layouts that leave open what a DTensor's global shape would be."""
+        """Refuse layouts from which the global shape of a DTensor does not follow."""
         named = {f"input {index}": given for index, given in enumerate(self.args or ())}
         named |= self.kwargs
         unclear = [name for name, given in named.items() if given is not None and given.ambiguous]
@@ -159,10 +161,10 @@ class _Hook:
         self.grid = grid
         self.row_dim = row_dim
         self.styles_inside = True
-        """Whether what is prepared may be taken by a style, piece by piece as it comes."""
+        """Whether a style inside may take a prepared tensor, maybe piece by piece as it arrives."""
 
     def _prepare(self, value: Any, given: _Input | None, use_local: bool) -> Any:
-        """One tensor from the layout that it has to the one wanted; None leaves it alone."""
+        """Redistribute one tensor as ``given`` says; None leaves it alone."""
         if given is None:
             return value
         if not isinstance(value, Tensor):
@@ -179,7 +181,7 @@ class _Hook:
                 if given.is_same:
                     known = have_layout[0], known[1]
                 value = to_dtensor(value.to_local(), known, self.grid)
-            # A DTensor knows where its tokens are, and they stay there.
+            # A DTensor knows how tp_row splits it, and that is kept.
             want_layout = (known[0], want_layout[1]) if stays else want_layout
             have_layout = known
         elif given.is_same and have_layout == want_layout and use_local:
@@ -217,7 +219,7 @@ class _Hook:
 
 
 def _prepares(given: Sequence[_Input | None]) -> Resolved:
-    """Of the first tensor that is prepared."""
+    """The layouts of the first tensor that is prepared, for the layout table."""
     first = next((one for one in given if one is not None), None)
     if first is None:
         return Resolved(runs_parameters=False)
@@ -241,7 +243,7 @@ class _InputHook(_Hook):
         return _prepares([*(self.inputs.args or ()), *self.inputs.kwargs.values()])
 
     def settle(self, module: nn.Module, giving: Collection[int] = ()) -> None:
-        """Decide what the module is handed, by the styles inside it."""
+        """Decide whether the module is handed local tensors, by the styles inside it."""
         self.use_local = _local_input(self.asked, module, giving)
         if not self.use_local:
             self.inputs.check(module, self.grid)
@@ -259,7 +261,7 @@ class _InputHook(_Hook):
         handed = [*zip(layouts, args, strict=True)]
         handed += [(named[name], kwargs[name]) for name in named if name in kwargs]
         if self.is_first and not torch.compiler.is_compiling():
-            # By now what is inside has its style, in whatever order the styles were applied.
+            # By now all modules inside have their styles, whatever the order of application.
             self.is_first = False
             self.styles_inside = any("_tp2d" in inner.__dict__ for inner in module.modules())
             self.settle(module)
@@ -282,12 +284,12 @@ class _InputHook(_Hook):
         return args, kwargs
 
     def _compare(self, module: nn.Module, values: Sequence[Any]) -> None:
-        """Refuse local tensors that are declared the same on every row and are not.
+        """Refuse local tensors that are declared the same on every row but are not.
 
-        As DTensors they would have one row's shape and another row's values.
+        DTensors made of them would have one row's shape and another row's values.
 
         Raises:
-            ValueError: on every rank.
+            ValueError: on every rank alike.
         """
         values = [x for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
         if self.use_local or self.grid.row.size == 1 or not values or not sends(self.grid.mesh):

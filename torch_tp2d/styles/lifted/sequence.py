@@ -19,7 +19,7 @@ __all__ = ["LiftedSequence"]
 
 
 class LiftedSequence(GridStyle):
-    """SequenceParallel along tp_col: whole parameters, tokens split over both axes."""
+    """SequenceParallel along tp_col: replicated parameters, tokens split over both axes."""
 
     def __init__(self, sequence_dim: int, use_local_output: bool, row_dim: int) -> None:
         super().__init__()
@@ -63,9 +63,10 @@ def _is_dropout(module: nn.Module) -> bool:
 
 
 class _SequenceDropout(Runner):
-    """Dropout as SequenceParallel lays it out, with a mask for each shard.
+    """Dropout in the layouts of SequenceParallel, with a mask of its own for each shard.
 
-    DTensor's own draws the same on every rank of a CPU mesh: each shard loses the same elements.
+    DTensor's own dropout draws the same numbers on every rank of a CPU mesh, so that each shard
+    would lose the same elements.
     """
 
     style = "SequenceParallel"

@@ -29,13 +29,13 @@ __all__ = ["Lifted"]
 
 
 class _LiftedColwise(Colwise2D):
-    """ColwiseParallel along tp_col: the weight is whole on every row, the tokens are split."""
+    """ColwiseParallel along tp_col: tp_row replicates the weight and splits the tokens."""
 
     shards_over_row = False
 
 
 class _LiftedRowwise(Rowwise2D):
-    """RowwiseParallel along tp_col: the weight is whole on every row, the tokens are split."""
+    """RowwiseParallel along tp_col: tp_row replicates the weight and splits the tokens."""
 
     shards_over_row = False
 
@@ -63,7 +63,7 @@ def _prepare_input(style: Any, use_local: bool | None, row_dim: int) -> GridStyl
 
 
 def _asked(style: PrepareModuleInput, use_local: bool | None) -> bool | None:
-    """What was said of the inputs. Stock's default, a DTensor, says nothing."""
+    """The ``use_local_output`` that the user asked for, or None: stock's default does not count."""
     return True if use_local is None and style.use_local_output else use_local
 
 
@@ -90,40 +90,41 @@ _LIFTS: Mapping[type[ParallelStyle], Callable[[Any, bool | None, int], GridStyle
 
 
 class Lifted(GridStyle):
-    """A stock style on the 2-D mesh. :func:`torch_tp2d.parallelize_module` makes it by itself.
+    """A stock style on the 2-D mesh. :func:`torch_tp2d.parallelize_module` wraps stock styles so.
 
     The style acts along ``tp_col`` with its tokens split over ``tp_row``, so that its layouts
-    line up with its 2-D namesake's and the two are interchangeable, layer by layer: wherever the
-    stock style says ``p``, the layout is ``(Shard(row_dim), p)``. Weights are 1/C on a rank, whole
-    along ``tp_row``, as DTensors on the 2-D mesh; their gradients are summed along ``tp_row``.
+    match its 2-D namesake's and the two are interchangeable, layer by layer: wherever the stock
+    style says ``p``, the layout is ``(Shard(row_dim), p)``. Weights are DTensors on the 2-D mesh:
+    sharded over ``tp_col``, 1/C on each rank, and replicated along ``tp_row``, along which their
+    gradients are summed.
 
     ``PrepareModuleInput`` hands its module DTensors of the global shape if a Colwise module inside
-    hands on DTensors (``use_local_output=False``), since the module's own code works on them then,
-    and local tensors of this row's tokens otherwise, since a DTensor would show it the whole batch.
-    Stock's default, ``use_local_output=False``, is what most plans leave it at and asks for
-    neither; ``use_local_output=True`` does, and so does ``Lifted(style, use_local_output=...)``.
-    ``SequenceParallel`` gives a DTensor, as in stock.
+    hands on DTensors (``use_local_output=False``), since the module's own code then works on them.
+    Otherwise it hands on local tensors of this row's tokens, since a DTensor would show the code
+    the full batch. Stock's default, ``use_local_output=False``, does not override this choice, as
+    most plans do not set it; ``use_local_output=True`` does, and so does
+    ``Lifted(style, use_local_output=...)``. ``SequenceParallel`` gives a DTensor, as in stock.
 
-    Of its inputs, what is sharded holds tokens, ``(Shard(row_dim), p)``, and so does the first. Any
-    other that is declared ``Replicate()``, a table of positions or a mask, is the same on every
-    row: ``(Replicate(), Replicate())``. Before the first of them becomes a DTensor the ranks
-    compare theirs. ``PrepareModuleInput`` and ``PrepareModuleOutput`` also take a pair
-    ``(tp_row, tp_col)`` in place of a placement, which says it for one tensor:
+    Inputs of ``PrepareModuleInput`` that are sharded hold tokens, ``(Shard(row_dim), p)``, and so
+    does the first input. Any other that is declared ``Replicate()``, a table of positions or a
+    mask, is the same on every row: ``(Replicate(), Replicate())``. Before such inputs first become
+    DTensors, the ranks compare them. ``PrepareModuleInput`` and ``PrepareModuleOutput`` also take a
+    pair ``(tp_row, tp_col)`` in place of a placement, which gives one tensor's layout on both axes:
     ``input_layouts=(Shard(1), (Shard(0), Replicate()))`` for a mask of this row's samples.
 
     Args:
         style: an instance of one of torch's own style classes.
-        axes: ``"tp_col"``; ``"tp_row"`` to swap the two axes' parts; or
-            ``("tp_row", "tp_col")`` to act on both flattened into one line of N ranks, where
-            tokens are not split beforehand.
+        axes: ``"tp_col"``; ``"tp_row"`` to swap the roles of the two axes; or
+            ``("tp_row", "tp_col")`` to act on both, flattened into one axis of N ranks, where no
+            other axis splits the tokens.
         use_local_output: overrides the style's own (for PrepareModuleInputOutput, of both).
         row_dim: the token dim that the other axis splits.
 
     Raises:
         TypeError: for a style that is not one of torch's own.
-        ValueError: when applied, where inputs become DTensors and it is not clear which of those
-            declared ``Replicate()`` hold tokens; in the first forward, if one that does not is
-            not the same on every rank.
+        ValueError: when applied, if inputs become DTensors and it is unclear which of those
+            declared ``Replicate()`` hold tokens; in the first forward, if an input that holds none
+            is not the same on every rank.
 
     Example::
 
@@ -162,7 +163,7 @@ class Lifted(GridStyle):
         self.lifted.check(module, grid)
 
     def beside(self, giving: Collection[int]) -> Lifted:
-        """This style in a plan that makes modules of the ids ``giving`` hand on DTensors."""
+        """This style, for a plan in which the modules of the ids ``giving`` hand on DTensors."""
         if not isinstance(self.lifted, LiftedPrepare):
             return self
         told = copy.copy(self)

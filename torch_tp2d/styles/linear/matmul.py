@@ -1,4 +1,4 @@
-"""The matmul styles applied: which modules they take, and what runs in place of each."""
+"""How a matmul style is applied: which modules it takes, and which runner each of them gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["MatmulStyle"]
 
 
 class MatmulStyle(MatmulOptions):
-    """What Colwise2D, Rowwise2D and Block2DParallel share."""
+    """Base of Colwise2D, Rowwise2D and Block2DParallel: checks a module and makes its runner."""
 
     def check(self, module: Any, grid: Grid) -> None:
         super().check(module, grid)
@@ -96,7 +96,7 @@ class MatmulStyle(MatmulOptions):
             )
 
     def _check_patches(self, module: nn.Module) -> None:
-        """Options that are right for a Linear and wrong for a patch embedding."""
+        """Refuse options that are valid for a Linear but not for a patch embedding."""
         if self.row_dim != 0:
             raise ValueError(
                 f"{describe_module(module)}: row_dim={self.row_dim} would split the channels of "

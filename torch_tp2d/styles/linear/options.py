@@ -1,4 +1,4 @@
-"""What the keyword arguments of a matmul style say: its layouts, where tensors enter and leave."""
+"""The keyword arguments of a matmul style, and the layouts, entry and exit that they imply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["MatmulOptions"]
 
 
 class MatmulOptions(GridStyle):
-    """Of Colwise2D, Rowwise2D and Block2DParallel, what is said of them before they are applied."""
+    """The options of Colwise2D, Rowwise2D and Block2DParallel, before they are applied."""
 
     rule: MatmulRule
     embeddings = True
@@ -105,22 +105,22 @@ class MatmulOptions(GridStyle):
             )
 
     def part_sizes(self, features: int) -> tuple[int, ...]:
-        """The sizes of the projections that a weight of so many features holds side by side."""
+        """The sizes of the projections that are fused in a weight of ``features`` outputs."""
         if isinstance(self.parts, tuple):
             return self.parts
         return (features // self.parts,) * self.parts
 
     shards_over_row = True
-    """Whether tp_row holds 1/R of the weight; lifted stock styles replicate it there."""
+    """Whether tp_row splits the weight, 1/R a row; lifted stock styles replicate it there."""
 
     def weight_layout(self, module: Any) -> Layout:
         on_row, on_col = self.rule.weight_dims
         if is_patch_embedding(module):
-            # [out, channels, height, width]: of what a patch is made of, the dim that cuts finest.
+            # [out, channels, height, width]: tp_row splits the longest dim of a patch.
             sizes: Any = module.weight.shape
             on_row = max((1, 2, 3), key=lambda dim: sizes[dim])
         if embeds(module):
-            # The tied head is this weight transposed in role: [vocab, hidden] = [out, in].
+            # A tied head uses this weight with the roles swapped: [vocab, hidden] = [out, in].
             on_row, on_col = on_col, on_row
         if is_conv1d(module):
             on_row, on_col = 1 - on_row, 1 - on_col
@@ -132,7 +132,7 @@ class MatmulOptions(GridStyle):
             yield module, "bias", (Replicate(), Shard(0))
 
     def entry(self, grid: Grid, takes: Layout, features: int) -> Entry:
-        """Where the input of an op that takes it in that layout enters."""
+        """How the input enters, for an op that takes it in layout ``takes``."""
         certain = layouts.is_pair(self.given_layouts[0])
         fuses = self.algorithm == "fused"
         return Entry(
@@ -140,7 +140,7 @@ class MatmulOptions(GridStyle):
         )
 
     def exit(self, grid: Grid, gives: Layout, features: int) -> Exit:
-        """Where the result of an op that gives it in that layout leaves."""
+        """How the result leaves, for an op that gives it in layout ``gives``."""
         local, grads = self.use_local_output, self.grad_layouts
         return Exit(grid, gives, self.output_layouts, features, local, grads)
 

@@ -1,4 +1,4 @@
-"""What runs in place of a Linear: its weight moves, or stays, or whichever takes less time."""
+"""The runners of a Linear: one moves the weight, one does not, one chooses the faster of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["ChoosingRunner", "LinearRunner", "StationaryRunner"]
 
 
 class _OpRunner(Runner):
-    """A Linear as one op on its shards, between the layouts that it comes and goes in."""
+    """A Linear as one op on its shards, between the layouts of its input and its output."""
 
     entry: Entry
     exit: Exit
@@ -73,7 +73,7 @@ class _OpRunner(Runner):
 
 
 class LinearRunner(_OpRunner):
-    """A Linear whose weight is gathered, or moved in other ways, to where the tokens are."""
+    """A Linear whose weight is gathered, or moved in other ways, to the ranks of the tokens."""
 
     def __init__(self, style: MatmulOptions, module: Any, grid: Grid, rates: Rates | None) -> None:
         name = style.algorithm
@@ -109,7 +109,10 @@ class LinearRunner(_OpRunner):
         return Resolved(self.entry.declared, self.exit.wanted, self.dataflow, self.algorithm)
 
     def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias that this rank multiplies its output features by."""
+        """The shards of weight and bias that produce this rank's output features.
+
+        In the dtype of autocast, and resharded if the weight holds fused projections.
+        """
         weight, bias = local_shards(module.weight, module.bias)
         weight, bias = low_precision(weight, bias)
         if self.parts:
@@ -119,7 +122,7 @@ class LinearRunner(_OpRunner):
         return weight, bias
 
     def prepare(self, module: Any) -> Prepared:
-        """Take up the parameters; the weight is to be gathered."""
+        """The parameters as the op takes them, and the gather of the weight, not started yet."""
         weight, bias = self._shards(module)
         shard, op = self.op.as_b(weight.detach()), self.op
 
@@ -135,7 +138,8 @@ class LinearRunner(_OpRunner):
             params.append(module.bias)
         sources = [values_of(param) for param in params]
         if copied:
-            # The shards themselves take deferred gradients; what was made of them does not.
+            # A parameter's own shard takes a deferred gradient, but a copy made of it does not
+            # unless it is wrapped.
             weight = takes_deferred_grad(weight)
             bias = None if bias is None else takes_deferred_grad(bias)
         return Prepared(weight, bias, gather, sources)
@@ -171,10 +175,11 @@ class LinearRunner(_OpRunner):
         return self.op if self.keeps(tokens, self.grid.col.index) else self.resharding
 
     def keeps(self, tokens: Sizes | None, column: int) -> bool:
-        """Whether a column of ranks keeps its gathered weight: if it is no larger than the input.
+        """Whether a mesh column keeps its gathered weight: if that is no larger than the input.
 
-        Decided by sizes that all its ranks know: one with fewer tokens has to decide alike. Without
-        an embedding that writes them, some modules' sizes are known and others' not: all keep.
+        All ranks of the column have to decide alike, also those with fewer tokens, so the input of
+        the row with the most tokens counts. Without an embedding that notes the model's sizes, they
+        are known for some modules only, and then all modules keep their weights.
         """
         if not self.may_reshard or tokens is None or self.grid.context.tokens is None:
             return self.op.keep_weight
@@ -187,7 +192,7 @@ class LinearRunner(_OpRunner):
         return cut.p * cut.col.split(cut.q)[column] <= longest * features
 
     def _leaves_by(self, shape: torch.Size) -> Shards | None:
-        """How a partial result goes to its output layout, if that is by shards of the tokens."""
+        """The shards to which a partial result is reduce-scattered, if the output splits tokens."""
         row, col = layouts.normalize(self.exit.wanted, len(shape))
         if not self.exit.have[1].is_partial() or self.grid.col.size == 1:
             return None
@@ -197,7 +202,7 @@ class LinearRunner(_OpRunner):
 
 
 class StationaryRunner(_OpRunner):
-    """A Linear whose weight stays: the changes of layout on either side are all that moves."""
+    """A Linear whose weight does not move: only the input and the output are redistributed."""
 
     def __init__(self, style: MatmulOptions, module: Any, grid: Grid) -> None:
         super().__init__(style, module, grid, matmul.STATIONARY, keep_weight=True)
@@ -215,13 +220,13 @@ class StationaryRunner(_OpRunner):
         y = linear2d(x, weight, bias, Call(self.op))
         y = self.exit.output(y, sizes)
         if self.parts:
-            # The weight is not to move, so the few tokens' features do.
+            # The weight must not move, so the features of the output are exchanged instead.
             y, _ = reshard_fused_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
         return y
 
 
 class ChoosingRunner(Runner):
-    """Chooses the dataflow by the number of tokens, which every rank knows, each time."""
+    """Chooses the dataflow at each call, by the number of tokens, which every rank knows."""
 
     def __init__(
         self, own: LinearRunner, stationary: StationaryRunner, style: MatmulOptions, rates: Rates
