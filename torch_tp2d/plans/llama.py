@@ -42,7 +42,7 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     """A plan for Llama 2 of the PyTorch tutorial, or a Hugging Face decoder built like Llama.
 
     The latter are Llama, Mistral, Qwen2 and the other types that
-    :data:`torch_tp2d.plans.PLANS` maps to this function. Heads are split over ``tp_col``; for fewer
+    ``torch_tp2d.plans.PLANS`` maps to this function. Heads are split over ``tp_col``; for fewer
     key and value heads than columns, or numbers that do not divide, see
     :class:`torch_tp2d.Attention2D`. A base model without a head (``LlamaModel``) returns its hidden
     states as a DTensor.
