@@ -141,7 +141,7 @@ def _traced(model: nn.Module, inputs: Any, *, labels: bool) -> Structure:
         try:
             with ConstantsHaveValues(), tracer:
                 output = sample.without_cache(model).given_to(copied)
-        except Exception as error:  # Whatever a forward of the user's may raise.
+        except Exception as error:  # A user's forward may raise anything.
             raise ValueError(
                 f"{type(model).__name__} cannot run without values, from which its structure would "
                 f"be seen: {tracer.running or 'it'} raised {type(error).__name__}: "
