@@ -6,7 +6,7 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import _requirements, debug  # noqa: F401  first of all, torch's version is looked at
+from . import _requirements, debug  # noqa: F401  torch's version is checked first
 from .comm.counter import CommCounter
 from .loss import cross_entropy, loss_parallel
 from .mesh.no_sync import no_sync

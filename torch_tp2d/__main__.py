@@ -6,9 +6,10 @@
     python -m torch_tp2d check my.package:make_small_model --mesh 2x2
     torchrun --nproc-per-node 4 -m torch_tp2d calibrate
 
-A model is a name or path that transformers knows, a config file of it (``config.json``), or
-``package.module:function``, which is called without arguments. Weights are not loaded: models have
-no values, but for ``check``, which makes them as their classes do, so name a small one.
+A model is a name or path that transformers knows, its config file (``config.json``), or
+``package.module:function``, which is called without arguments. Weights are not loaded: the model is
+made on the meta device, without values. Only ``check`` initializes a model as its class does, so
+name a small one.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ __all__ = ["main"]
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """What ``package.module:function`` names.
+    """The function that ``package.module:function`` names.
 
     Raises:
-        ValueError: if there is no such thing, or it cannot be called.
+        ValueError: if the module or the function does not exist, or it cannot be called.
     """
     module, _, attribute = name.partition(":")
-    # As for python -m: what is in the folder that one is in.
+    # As with python -m, modules in the current directory can be imported.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -56,13 +57,14 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def model_of(name: str, *, values: bool = False) -> nn.Module:
-    """A model of what the command line says.
+    """The model that the command line names.
 
     Args:
-        values: with those that its class begins with; else without any.
+        name: as the module's docstring says.
+        values: initialize the model as its class does; else it is made on the meta device.
 
     Raises:
-        ValueError: for what is no model.
+        ValueError: if ``name`` does not lead to a model.
     """
     with nullcontext() if values else torch.device("meta"):
         if ":" in name:
@@ -108,7 +110,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """The parser of the command line."""
     whole = argparse.ArgumentParser(
         prog="python -m torch_tp2d",
         description="What a mesh and a plan do to a model, and which to choose.",
@@ -149,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, 2 for what cannot work."""
+    """Run a command and return the exit status, 2 if its arguments cannot work."""
     args = parser().parse_args(argv)
     try:
         found = {"calibrate": _calibrated, "check": _checked}.get(args.command, _planned)(args)

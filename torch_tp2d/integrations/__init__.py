@@ -1,1 +1,1 @@
-"""Other libraries that take a parallel plan or a mesh; each module imports its library itself."""
+"""Integrations with other libraries, each of which is imported by its own module only."""

@@ -13,24 +13,24 @@ __all__ = ["GridStrategy"]
 
 
 class GridStrategy(ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy with rows and columns for its one tensor-parallel axis.
+    """Lightning's ModelParallelStrategy, with ``tp_row`` and ``tp_col`` for its one TP axis.
 
-    A module's ``configure_model`` finds a ``device_mesh`` of three axes, ``data_parallel``,
-    ``tp_row`` and ``tp_col``, and applies its plan there, and FSDP2 after it if it wants to. All
-    ranks of a grid are given the same batch. Checkpoints are Lightning's: one saved by a grid is
-    resumed on any other, on a line, and on one device.
+    In a module's ``configure_model``, ``device_mesh`` has three axes, ``data_parallel``, ``tp_row``
+    and ``tp_col``; apply the plan there, and FSDP2 after it if wanted. All ranks of a grid get the
+    same batch. Checkpoints are Lightning's: one that was saved on a grid can be resumed on any
+    other grid, on a one-dimensional mesh, and on one device.
 
     Args:
         rows: size of ``tp_row``.
         columns: size of ``tp_col``.
-        data_parallel_size: grids beside each other, each with batches of its own.
-        kwargs: ModelParallelStrategy's own: ``save_distributed_checkpoint``, ``timeout``, and
+        data_parallel_size: number of grids, each of which gets its own batches.
+        kwargs: those of ModelParallelStrategy: ``save_distributed_checkpoint``, ``timeout``, and
             ``process_group_backend``, for which ``"gloo_in_order"`` is the safer one on CPUs
             (:mod:`torch_tp2d.comm.groups`).
 
     Raises:
-        ValueError: for sizes that are not positive, and when training starts with another number
-            of devices than ``data_parallel_size * rows * columns``.
+        ValueError: for sizes that are not positive; and when training starts, if the number of
+            devices is not ``data_parallel_size * rows * columns``.
 
     Example::
 
@@ -69,5 +69,5 @@ class GridStrategy(ModelParallelStrategy):
             self.mesh_shape,
             mesh_dim_names=("data_parallel", TP_ROW, TP_COL),
         )
-        # Where LightningModule.device_mesh looks.
+        # LightningModule.device_mesh reads this attribute.
         self.lightning_module._device_mesh = self._device_mesh

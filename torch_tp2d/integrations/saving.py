@@ -1,4 +1,4 @@
-"""A model on a grid as a checkpoint that plain transformers loads."""
+"""Saves a model on a grid as a checkpoint that plain transformers loads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["save_pretrained"]
 
 
 def save_pretrained(model: nn.Module, path: str, **kwargs: Any) -> None:
-    """``model.save_pretrained(path, **kwargs)`` for a model on a grid, FSDP2 around or not.
+    """``model.save_pretrained(path, **kwargs)`` for a model on a grid, with or without FSDP2.
 
-    To be called on every rank: the weights are gathered, parameter by parameter, on the first,
-    which holds the whole model on the CPU while it writes. The others wait for it.
+    Every rank has to call it: the weights are gathered, parameter by parameter, on rank 0, which
+    holds the full model on the CPU while it writes. The other ranks wait for it.
 
     Args:
-        model: of transformers, with a plan applied.
+        model: a model of transformers, with a plan applied.
         path: a folder.
-        kwargs: transformers' own: ``max_shard_size``, ``safe_serialization``, ...
+        kwargs: those of transformers: ``max_shard_size``, ``safe_serialization``, ...
 
     Raises:
-        TypeError: for a model of no class of transformers.
-        RuntimeError: on every rank, if the first cannot write.
+        TypeError: for a model that is not of a class of transformers.
+        RuntimeError: on every rank, if rank 0 cannot write.
 
     Example::
 
@@ -45,7 +45,7 @@ def save_pretrained(model: nn.Module, path: str, **kwargs: Any) -> None:
     if dist.get_rank() == 0:
         try:
             _write(model, weights, path, kwargs)
-        except Exception as error:  # A full disk, say: for every rank to raise, or they would wait.
+        except Exception as error:  # For example a full disk. Every rank raises, else they wait.
             failed = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(failed)
     if failed[0] is not None:
@@ -56,9 +56,9 @@ def _write(
     model: PreTrainedModel, weights: dict[str, Any], path: str, kwargs: dict[str, Any]
 ) -> None:
     config = copy.deepcopy(model.config)
-    # What from_pretrained on a grid left there, for which its save waits for other ranks.
+    # from_pretrained on a grid leaves it in the config; with it, saving waits for other ranks.
     vars(config).pop("distributed_config", None)
-    # Without the classes that styles and FSDP2 put in front.
+    # The model's own class, below the classes that styles and FSDP2 put in front of it.
     ours = ("torch_tp2d.", "torch.")
     kind: Any = next(k for k in type(model).__mro__ if not k.__module__.startswith(ours))
     with torch.device("meta"):

@@ -1,15 +1,15 @@
-"""Hugging Face models loaded straight into their shards on a grid.
+"""Loads Hugging Face models straight into their shards on a grid.
 
 transformers shards a model while it reads the checkpoint: a ``tp_plan`` names a style for each
-module, and a rank reads from disk only the slices that the style's parameters keep on it. Here the
-styles of torch_tp2d are put there. :func:`from_pretrained` takes a plan as
+module, and a rank reads from disk only the slices of parameters that it keeps. This module lets a
+``tp_plan`` use the styles of torch_tp2d. :func:`from_pretrained` takes a plan as
 :func:`torch_tp2d.parallelize_module` does; :func:`register` gives the styles names, for a
 ``tp_plan`` of strings.
 
-transformers makes a mesh of its own, of which one axis is for tensor parallelism; the grid is the
+transformers makes its own mesh, one axis of which is for tensor parallelism; the grid arranges the
 ranks of that axis in rows and columns. Its FSDP2 and its pipelines want that axis for themselves,
-so the grid has to be all ranks. For FSDP2 around a grid, apply the plan to a model on ``meta``,
-then ``fully_shard``, and load by ``torch.distributed.checkpoint``.
+so the grid has to consist of all ranks. For FSDP2 around a grid, apply the plan to a model on
+``meta``, then ``fully_shard``, and load by ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from .saving import save_pretrained
 __all__ = ["NAMES", "from_pretrained", "register", "save_pretrained"]
 
 OLDEST, NEWEST = (5, 18), (5, 23)
-"""The versions of transformers whose loader has been seen to work with this."""
+"""The oldest and the newest version of transformers whose loader was seen to work."""
 
 
 def check_version(found: str) -> None:
-    """Refuse a transformers that this module was not written for.
+    """Refuse a version of transformers for which this module was not written.
 
     Raises:
-        ImportError: naming the versions that work, and the one found.
+        ImportError: naming the versions that work and the one that was found.
     """
     if not OLDEST <= tuple(int(part) for part in found.split(".")[:2]) <= NEWEST:
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
@@ -86,7 +86,8 @@ NAMES: Mapping[str, Callable[[], GridStyle]] = {
     "norm_2d": Norm2D,
     "replicate_2d": Replicate,
 }
-"""What :func:`register` registers, each with its default arguments but for a head's."""
+"""The names that :func:`register` registers, and their styles, with default arguments but for a
+head's."""
 
 
 def from_pretrained(
@@ -96,27 +97,27 @@ def from_pretrained(
     plan: Plan | Callable[[nn.Module], Plan] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """``model_class.from_pretrained(path, **kwargs)`` on a grid; no rank ever holds the whole.
+    """``model_class.from_pretrained(path, **kwargs)`` on a grid; no rank ever holds the full model.
 
-    The same as loading the model and calling :func:`torch_tp2d.parallelize_module`, with the same
-    checks before anything is read, except that each rank reads only its shards of a safetensors
-    checkpoint.
+    It does the same as loading the model and calling :func:`torch_tp2d.parallelize_module`, except
+    that each rank reads only its shards of a safetensors checkpoint. The same checks are made,
+    before anything is read.
 
     Args:
-        model_class: a model of transformers or one of its ``Auto`` classes.
+        model_class: a model class of transformers or one of its ``Auto`` classes.
         path: a folder or a name, as transformers takes it.
         mesh: named ``("tp_row", "tp_col")``, of all ranks.
-        plan: module names and styles, or a function that makes them of the model (given on
-            ``meta``); by default :func:`torch_tp2d.plans.plan_for`.
-        kwargs: transformers' own: ``dtype``, ``config``, ``revision``, ...
+        plan: module names and styles, or a function that returns them for the model (which it gets
+            on ``meta``); by default :func:`torch_tp2d.plans.plan_for`.
+        kwargs: those of transformers: ``dtype``, ``config``, ``revision``, ...
 
     Returns:
         The model in eval mode, as transformers leaves it.
 
     Raises:
-        TypeError: for arguments by which transformers would place the model itself, and as
-            :func:`torch_tp2d.parallelize_module` says.
-        ValueError: for a mesh of some of the ranks only, and as parallelize_module says.
+        TypeError: for arguments by which transformers would place the model itself, and for those
+            that :func:`torch_tp2d.parallelize_module` refuses.
+        ValueError: for a mesh of only some of the ranks, and for what parallelize_module refuses.
 
     Example::
 
@@ -139,14 +140,14 @@ def from_pretrained(
     if chosen is None:
         chosen = plan_for(skeleton, mesh)
     if mesh.size() == 1:
-        # transformers takes one rank for no parallelism at all.
+        # transformers ignores a tp_plan if there is one rank.
         return parallelize_module(model_class.from_pretrained(path, **kwargs), mesh, chosen)
     entries = checked_entries(skeleton, mesh, chosen)
     ties = ties_of(skeleton)
     config = DistributedConfig(tp_size=world, tp_plan=_by_turns(skeleton, mesh, entries, ties))
     model: nn.Module = model_class.from_pretrained(path, distributed_config=config, **kwargs)
     for entry in entries:
-        # Of the model itself, which no rule of transformers can name.
+        # The entry for the model itself, which no rule of transformers can name.
         if not entry.name:
             entry.style._apply(model, mesh)
     FirstForward.watch(model, mesh, [[_found(model, tied) for tied in group] for group in ties])
@@ -154,7 +155,7 @@ def from_pretrained(
 
 
 def _on_meta(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model that ``from_pretrained`` is going to make, without storage."""
+    """The model that ``from_pretrained`` is going to make, on the meta device."""
     config = kwargs.get("config")
     if not isinstance(config, transformers.PretrainedConfig):
         config, _ = transformers.AutoConfig.from_pretrained(
@@ -169,13 +170,13 @@ def _on_meta(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> nn.Modul
 
 
 def _found(model: nn.Module, tied: _Tied) -> _Tied:
-    """A tied parameter of the skeleton in the model that was loaded."""
+    """Find a tied parameter of the skeleton in the loaded model."""
     name, _, attribute = tied
     return name, model.get_submodule(name.rpartition(".")[0]), attribute
 
 
 class _AsTied(ParallelStyle):
-    """Places a parameter that no entry names as the modules do with which it is shared."""
+    """Places a tied parameter of a module without a plan entry as the other modules place it."""
 
     def __init__(self, name: str, layout: Layout) -> None:
         super().__init__()
@@ -188,9 +189,10 @@ class _AsTied(ParallelStyle):
 
 
 def _as_tied(entries: list[Entry], ties: list[list[_Tied]]) -> Iterator[tuple[str, ParallelStyle]]:
-    """The modules that share a parameter with a styled one and have no style of their own.
+    """Names and styles for modules without a style whose parameter is tied to a styled module's.
 
-    transformers loads a shared parameter into whichever of its modules it takes for the first.
+    transformers loads a tied parameter into the one of its modules that it finds first, so each of
+    them has to place it.
     """
     layouts = {
         (owner, name): layout
@@ -206,24 +208,25 @@ def _as_tied(entries: list[Entry], ties: list[list[_Tied]]) -> Iterator[tuple[st
 
 
 def _generic(name: str) -> str:
-    """A module's name with ``*`` for its numbers, as transformers' rules have it."""
+    """A module's name with ``*`` for its numbers, as in the rules of transformers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _by_turns(
     skeleton: Any, mesh: DeviceMesh, entries: list[Entry], ties: list[list[_Tied]]
 ) -> dict[str, str]:
-    """A ``tp_plan`` of registered styles that apply the entries.
+    """Make a ``tp_plan`` of registered styles that apply the entries.
 
-    A rule of transformers speaks for a module of every layer, an entry of ours for one module; its
-    loader goes through the modules in the model's order, which is the skeleton's.
+    A rule of transformers is for a module of every layer, but an entry of ours is for one module.
+    Its loader visits modules in the model's order, which is the skeleton's, so the styles of a rule
+    are applied one after the other in that order.
     """
     styles: dict[str, list[ParallelStyle]] = defaultdict(list)
     for entry in entries:
         styles[entry.name].append(entry.style)
     for name, style in _as_tied(entries, ties):
         styles[name].append(style)
-    # The model's own rules are overridden one by one: those for which we have nothing, by nothing.
+    # The model's own rules are all overridden; where we have no entry, by one that does nothing.
     rules = {_generic(name) for name in styles if name} | set(skeleton.tp_plan)
     turns = defaultdict(list)
     for name, _ in skeleton.named_modules():
@@ -242,10 +245,13 @@ def _register(name: str, style: TensorParallelLayer) -> None:
 
 
 class _AppliedByLoader(TensorParallelLayer):
-    """What transformers' loader is given: applies styles of ours to a module on ``meta``.
+    """The style that transformers' loader gets: it applies our styles to modules on ``meta``.
 
-    The loader calls ``shard_param`` for each of a module's parameters, then ``install_forward``
-    for the module, and then fills whatever DTensors it finds.
+    The loader calls ``shard_param`` for each parameter of a module, then ``install_forward`` for
+    the module, and then fills the DTensors that it finds.
+
+    Args:
+        turns: the styles for the modules that the loader visits, in that order.
     """
 
     def __init__(self, mesh: DeviceMesh, turns: Iterator[list[ParallelStyle]]) -> None:
@@ -253,7 +259,7 @@ class _AppliedByLoader(TensorParallelLayer):
         self.turns = turns
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Parameters are placed with their module."""
+        """Do nothing: ``install_forward`` places the parameters of a module."""
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         theirs, ours = mesh.mesh.flatten().tolist(), self.mesh.mesh.flatten().tolist()
@@ -276,21 +282,22 @@ def register(mesh: DeviceMesh, styles: Mapping[str, GridStyle] | None = None) ->
     """Let a ``tp_plan`` of transformers name the styles of torch_tp2d, on a grid.
 
     ``"colwise_2d"``, ``"rowwise_2d"``, ``"block_2d"``, ``"norm_2d"`` and ``"replicate_2d"`` are
-    the styles with their default arguments, ``"colwise_2d_gather_output"`` is a head whose logits
-    are whole on every rank. Every module with parameters is to be named, norms too, and every rule
-    of the model's own ``tp_plan`` overridden; the model's first forward refuses what is left out.
-    A plan of styles with arguments goes to :func:`from_pretrained`, which checks it before it
-    reads anything.
+    the styles with their default arguments; ``"colwise_2d_gather_output"`` is for a head whose
+    logits are gathered on every rank. The ``tp_plan`` has to name every module with parameters,
+    norms too, and to override every rule of the model's own ``tp_plan``; the model's first forward
+    refuses what is left out. For styles with arguments, give a plan to :func:`from_pretrained`,
+    which checks it before it reads anything.
 
     Args:
-        mesh: named ``("tp_row", "tp_col")``, of all ranks. A later call replaces it, for models
-            loaded from then on.
-        styles: further names.
+        mesh: named ``("tp_row", "tp_col")``, of all ranks. A later call replaces it for models
+            that are loaded from then on.
+        styles: further names and their styles.
 
     Raises:
-        TypeError, ValueError: for another mesh. By transformers' ``from_pretrained``: for a
-            module that the style cannot parallelize, and for a world of another size. By the first
-            forward: for modules that no rule names, and for heads that the grid would split.
+        TypeError, ValueError: for a mesh with other axes, and for a style that is not of
+            torch_tp2d. Raised by transformers' ``from_pretrained``: for a module that the style
+            cannot parallelize, and for a world of another size. Raised by the first forward: for
+            modules that no rule names, and for heads that the grid would split.
 
     Example::
 
@@ -315,6 +322,8 @@ def register(mesh: DeviceMesh, styles: Mapping[str, GridStyle] | None = None) ->
 
 
 class _AppliedByName(_AppliedByLoader):
+    """Applies a style by its registered name, and has the model's first forward check it."""
+
     def apply(self, style: ParallelStyle, module: nn.Module) -> None:
         before = copy.copy(module)
         super().apply(style, module)
@@ -323,7 +332,7 @@ class _AppliedByName(_AppliedByLoader):
 
 class _Named(NamedTuple):
     before: nn.Module
-    """The module as it was, which tells what kind it is."""
+    """A copy of the module before the style was applied, which tells its class."""
     style: ParallelStyle
     mesh: DeviceMesh
     placements: dict[str, tuple[Placement, ...]]
@@ -337,7 +346,7 @@ def _placements(module: nn.Module) -> Iterator[tuple[str, tuple[Placement, ...]]
 class _FirstCall:
     """Checks a model whose modules were named one by one, when it is first called.
 
-    No rule of transformers names a model as a whole, so nothing of ours has seen it before.
+    No rule of transformers can name the model itself, so this is the first time that we see it.
     """
 
     waiting: WeakKeyDictionary[nn.Module, _Named] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What a plan costs, and which to choose."""
+"""Predicts what a plan costs, and suggests which to choose."""
 
 from .rates import Rates, assume
 

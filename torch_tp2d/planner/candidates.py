@@ -1,4 +1,4 @@
-"""What :func:`torch_tp2d.suggest` answers: ways to run a model, and what each would cost."""
+"""The answer of :func:`torch_tp2d.suggest`: ways to run a model, and what each would cost."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ class Way:
 
     Args:
         kind: ``"2-D"``, ``"TP"``, ``"TP+SP"`` or ``"FSDP2"``.
-        keep: gathered weights are kept for backward, and for the micro-batches of a step.
-        recompute: layers are computed again for backward.
-        replicate: copies of the weights over ``dp`` (HSDP); FSDP2 shards each over the rest of it.
+        shape: ``(dp, R, C)``.
+        algorithm, row_dim: those of the plan's styles.
+        keep: gathered weights are kept for backward, and for all micro-batches of a step.
+        recompute: layers are recomputed for backward.
+        replicate: number of copies of the weights over ``dp`` (HSDP); each copy is sharded over
+            ``dp / replicate`` replicas.
         reduce_each: gradients are reduced in each micro-batch, not once.
     """
 
@@ -43,12 +46,12 @@ class Way:
 
     @property
     def stock(self) -> bool:
-        """Whether torch alone has it."""
+        """Whether it needs only torch's own parallelism."""
         return self.kind != "2-D"
 
     @property
     def name(self) -> str:
-        """``FSDP2 2 x 2-D 2x2``, say."""
+        """Its name, for example ``FSDP2 2 x 2-D 2x2``."""
         replicas, rows, columns = self.shape
         outside = f"FSDP2 {replicas}"
         if self.replicate > 1:
@@ -68,7 +71,7 @@ class Way:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether weights are gathered, so that they may be kept or gathered again."""
+        """Whether weights are gathered, so that keeping them is a choice."""
         return self.shape[0] * self.shape[1] > 1
 
 
@@ -81,16 +84,16 @@ class Candidate:
         mesh_shape: ``(R, C)``, or ``(dp, R, C)`` with FSDP2 over ``dp``, or
             ``(replicate, shard, R, C)`` with HSDP.
         plan: a dict of module names and styles; None for FSDP2 alone.
-        stock: whether torch alone has it.
-        algorithm, row_dim: of the plan's styles.
+        stock: whether it needs only torch's own parallelism.
+        algorithm, row_dim: those of the plan's styles.
         keep_weights: gathered weights are kept for backward, and for all micro-batches of a step;
-            else they are gathered again.
-        reduce_each: of several micro-batches, each reduces its gradients; else the last, for all.
-        recompute: layers are computed again for backward (``torch.utils.checkpoint``).
-        timing: seconds of a step, forward and backward, of which work and transfers.
-        bytes: that a rank receives in a step.
-        memory: of a rank.
-        fits: whether ``memory.peak`` is within what was given.
+            else they are gathered for each use.
+        reduce_each: each micro-batch reduces its gradients; else the last one does, for all.
+        recompute: layers are recomputed for backward (``torch.utils.checkpoint``).
+        timing: seconds of a step, forward and backward, and of its work and its transfers.
+        bytes: bytes that a rank receives in a step.
+        memory: memory of a rank.
+        fits: whether ``memory.peak`` is within the memory of a device.
     """
 
     name: str
@@ -109,28 +112,29 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.timing.seconds
 
     def make_mesh(self, device_type: str = "cuda") -> DeviceMesh:
-        """The mesh. To be called by all ranks together."""
+        """Make the mesh; all ranks have to call it together."""
         names = AXES[len(self.mesh_shape)]
         return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=names)
 
     def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
-        """Apply the plan to a model, and FSDP2 outside where it is a part of it.
+        """Apply the plan to a model, and FSDP2 around it if the candidate has it.
 
-        To be called by all ranks together. Of ``recompute`` nothing is done: wrap the layers
-        before, by ``torch.utils.checkpoint``. Nor of micro-batches, which are the training loop's:
-        :class:`~torch_tp2d.no_sync`, and FSDP2's ``set_requires_gradient_sync(False)`` and, where
-        ``keep_weights``, ``set_reshard_after_backward(False)``, for all but the last.
+        All ranks have to call it together. It does not apply ``recompute``: wrap the layers by
+        ``torch.utils.checkpoint`` before. Nor does it split micro-batches, which is up to the
+        training loop: for all but the last, use :class:`~torch_tp2d.no_sync`, FSDP2's
+        ``set_requires_gradient_sync(False)`` and, if ``keep_weights``,
+        ``set_reshard_after_backward(False)``.
 
         Args:
             mesh: as :meth:`make_mesh` makes it, which is the default.
 
         Returns:
-            The mesh: ``mesh["tp_row", "tp_col"]`` is the plan's, ``mesh["dp"]`` FSDP2's, or
-            ``mesh["replicate", "shard"]``.
+            The mesh. The plan is on ``mesh["tp_row", "tp_col"]``; FSDP2 is on ``mesh["dp"]``, and
+            HSDP on ``mesh["replicate", "shard"]``.
         """
         mesh = self.make_mesh() if mesh is None else mesh
         if self.plan is not None:
@@ -152,7 +156,7 @@ class Suggestion:
     memory: float | None
     candidates: tuple[Candidate, ...]
     refused: dict[str, str]
-    """By name, why something could not be run."""
+    """By name of a way, why it could not be run."""
 
     @property
     def best(self) -> Candidate:
@@ -161,20 +165,20 @@ class Suggestion:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """The best one's."""
+        """The mesh shape of the best candidate."""
         return self.best.mesh_shape
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """The best one's."""
+        """The plan of the best candidate."""
         return self.best.plan
 
     def apply(self, model: nn.Module, mesh: DeviceMesh | None = None) -> DeviceMesh:
-        """:meth:`Candidate.apply` of the best one."""
+        """Apply the best candidate, see :meth:`Candidate.apply`."""
         return self.best.apply(model, mesh)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the plans, which are named, for JSON."""
+        """All fields, for JSON; the styles of plans are given as text."""
         found = asdict(replace(self, candidates=()))
         found["candidates"] = [
             {

@@ -1,4 +1,4 @@
-"""A plan held against one device: outputs module by module, and every gradient, in fp64."""
+"""Compares a model under a plan with one device: outputs by module and all gradients, in fp64."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = ["PlanCheck", "check_plan"]
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """How far a model under a plan is from itself on one device, relative, the most of all ranks.
+    """Relative differences of a model under a plan from one device, the largest of all ranks.
 
     Attributes:
-        outputs: by the names of modules, in the order of their first calls.
-        gradients: by the names of parameters.
-        unseen: modules whose outputs are parts in a layout that no style has told.
+        outputs: by name of module, in the order of their first calls.
+        gradients: by name of parameter.
+        unseen: modules whose outputs are shards in an unknown layout, which were not compared.
     """
 
     outputs: Mapping[str, float]
@@ -70,34 +70,37 @@ def check_plan(
     layers: int | None = 2,
     tolerance: float = 1e-6,
 ) -> PlanCheck:
-    """Run a copy of the model under a plan beside another on one device, forward and backward.
+    """Compare a copy of the model under a plan with another on one device, forward and backward.
 
-    Both are in fp64 and in ``eval``, without dropout, so that only rounding is left between them.
-    Takes memory for two copies on each rank: try a small configuration.
+    Both are in fp64 and in ``eval``, without dropout, so that they differ by rounding only. Each
+    rank needs memory for two copies, so try a small configuration.
 
     Args:
         model: with values, not parallelized yet; it is not changed.
-        mesh: named ``("tp_row", "tp_col")``, on each of whose ranks this is called with the same
-            model and inputs; or ``(R, C)``, for which as many processes are started here, on CPU.
-            The model and the plan then have to be picklable, and a script needs the usual
-            ``if __name__ == "__main__"``.
+        mesh: named ``("tp_row", "tp_col")``, where every rank calls this function with the same
+            model and inputs; or ``(R, C)``, for which R * C processes are started on this
+            machine's CPU. The model and the plan then have to be picklable, and a script needs the
+            usual ``if __name__ == "__main__"``.
         plan: as :func:`torch_tp2d.parallelize_module` takes it, a function of a model and a mesh
             that returns one, or None for :func:`torch_tp2d.plan_for`.
-        inputs: a dict of keyword arguments or a tuple of arguments of the model, whole, or DTensors
-            for a model without an embedding; random ids or images where its signature says enough.
-        batch, seq: their sizes; by default such as do not divide.
-        loss: a scalar of the model's output, by default its own loss, or a mean of squares.
-        layers: at most so many of each list of equal layers are tried; None for all.
-        tolerance: the largest relative difference that is right. Some models compute norms and
-            their loss in fp32 whatever their input, which leaves 1e-7; a wrong gradient differs by
-            percents.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model: global tensors, or
+            DTensors for a model without an embedding. By default random ids, images or sounds, if
+            the model's signature says enough.
+        batch, seq: the sizes of random inputs; by default sizes that do not divide over the mesh.
+        loss: a function of the model's output that returns a scalar; by default the model's own
+            loss, else a mean of squares.
+        layers: how many of each list of equal layers are tried at most; None for all.
+        tolerance: the largest relative difference that counts as equal. Some models compute norms
+            and their loss in fp32 whatever their input, which leaves 1e-7; a wrong gradient differs
+            by percents.
 
     Returns:
-        What was seen, if all of it is right.
+        The differences, if all of them are within the tolerance.
 
     Raises:
-        ValueError: if an output or a gradient differs: it names the first module whose output does;
-            or if a module cannot run under the plan.
+        ValueError: if an output or a gradient differs, naming the first module whose output does;
+            if a module cannot run under the plan; and for a model that is parallelized already or
+            has no values.
 
     Example::
 
@@ -120,7 +123,7 @@ def check_plan(
 
 
 def _refuse_wrong(model: nn.Module, found: PlanCheck, tolerance: float) -> None:
-    # Not within, so that what is no number is wrong.
+    # "not <=" instead of ">", so that NaN counts as wrong.
     outputs = {name: x for name, x in found.outputs.items() if not x <= tolerance}
     gradients = {name: x for name, x in found.gradients.items() if not x <= tolerance}
     if not outputs and not gradients:
@@ -162,7 +165,7 @@ def _on_mesh(
     sizes = 2 * rows + 1 if batch is None else batch, 2 * rows * columns + 1 if seq is None else seq
     given = _inputs(reference, inputs, *sizes)
     wanted: dict[str, Tensor] = {}
-    # Copies: what follows may change them in place.
+    # Outputs are cloned, since later modules may change them in place.
     with _outputs(reference, lambda name, y, _: wanted.setdefault(name, y.detach().clone())):
         _loss(given.each(_gathered).given_to(reference), loss, mesh).backward()
     if plan is None:
@@ -186,7 +189,7 @@ def _on_mesh(
         try:
             _loss(given.given_to(tried), loss, mesh).backward()
         except RuntimeError as error:
-            # DTensor's words, say, which know of no module.
+            # DTensor's own error, for example, does not name the module.
             where = running[-1] if running else "its backward"
             raise ValueError(
                 f"{type(model).__name__} cannot run under the plan: {where} raised "
@@ -205,7 +208,7 @@ def _on_mesh(
 
 
 def _inputs(model: nn.Module, given: Any, batch: int, seq: int) -> Inputs:
-    """Inputs with values, the same on every rank."""
+    """Inputs with values in fp64 or integers, the same on every rank."""
     made = sample_inputs(model, given, batch, seq, values=True)
     if made is None:
         raise ValueError(
@@ -236,16 +239,16 @@ def _loss(out: Any, loss: Callable[[Any], Tensor] | None, mesh: DeviceMesh) -> T
     (y, *_) = (x for x in _tensors(out) if x.is_floating_point())
     said = said_of(y)
     if said.layout is not None and said.axes is not None:
-        # A part of the output: the mean is of all.
+        # The output is a shard, but the mean is over the global output.
         y = to_dtensor(y, said.layout, Grid(mesh, said.axes))
     return _gathered(y.square().mean())
 
 
 @contextmanager
 def _outputs(model: nn.Module, see: Callable[[str, Tensor, Handed], Any]) -> Iterator[list[str]]:
-    """Hands on each module's name, the first tensor of its output, and what is known of that.
+    """Call ``see`` after each module, with its name, its first output tensor and that one's layout.
 
-    Yields the names of the modules that run, the innermost last; one that raises stays.
+    Yields the names of the modules that run, the innermost last. A module that raises stays in it.
     """
     running: list[str] = []
 
@@ -256,7 +259,7 @@ def _outputs(model: nn.Module, see: Callable[[str, Tensor, Handed], Any]) -> Ite
         running.pop()
         y = next((x for x in _tensors(output) if x.is_floating_point()), None)
         if y is not None:
-            # A module without a style that keeps the shape keeps the layout, too.
+            # A module without a style that keeps the shape of its input keeps the layout too.
             alike = (x for x in _tensors(args) if x.shape == y.shape)
             told = (said_of(x) for x in (y, *alike))
             see(name, y, next((said for said in told if said.layout is not None), Handed()))
@@ -280,7 +283,7 @@ def _tensors(values: Any) -> list[Tensor]:
 def _whole(
     y: Tensor, said: Handed, like: Tensor, mesh: DeviceMesh, module: nn.Module
 ) -> Tensor | None:
-    """An output put together from all ranks; None, on all, where a rank does not know how."""
+    """The global output, gathered from all ranks; None on all if any does not know its layout."""
     if isinstance(y, DTensor):
         fits = y.shape == like.shape
     else:
@@ -301,7 +304,7 @@ def _whole(
 
 
 def _part(shape: Sequence[int], y: Tensor, layout: Any, grid: Grid) -> tuple[int, ...] | None:
-    """The shape of this rank's part."""
+    """The shape of this rank's shard."""
     if len(shape) != y.ndim:
         return None
     placements = normalize(layout, y.ndim)
@@ -309,7 +312,7 @@ def _part(shape: Sequence[int], y: Tensor, layout: Any, grid: Grid) -> tuple[int
 
 
 def _is_fused(module: nn.Module) -> bool:
-    """Whether its features are parts of several projections, not one part of all."""
+    """Whether a module is a fused projection, whose shard has a part of each projection."""
     return bool(getattr(module.__dict__.get("_tp2d"), "parts", ()))
 
 
@@ -323,7 +326,8 @@ def _gradients(reference: nn.Module, tried: nn.Module) -> dict[str, float]:
             found[name] = float("inf")
             continue
         mine = _gathered(mine)
-        # Zero but for rounding: a key's bias, which softmax takes away.
+        # The scale is for gradients of zero but for rounding, as of a key's bias, which softmax
+        # cancels.
         found[name] = float((mine - grad).norm() / max(float(grad.norm()), 1e-9 * scale))
     return found
 

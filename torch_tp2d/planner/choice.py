@@ -1,4 +1,4 @@
-"""What ``"auto"`` stands for: the algorithm and the dataflow of a Linear."""
+"""Chooses what ``"auto"`` stands for: the algorithm and the dataflow of a Linear."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from .rates import Rates
 __all__ = ["LinearCase", "choose_algorithm", "choose_dataflow", "linear_seconds"]
 
 ADVANTAGE = 0.9
-"""Another dataflow than the style's own is chosen if it takes this part of the time, or less."""
+"""Another dataflow is chosen if it takes at most this fraction of the time of the style's own."""
 
 
 def choose_algorithm(goes_by_rates: bool, rates: Rates | None) -> str:
-    """``pipelined`` where transfers take longer than what cutting them in rounds costs.
+    """``pipelined`` if transfers take longer than splitting them into rounds costs.
 
     Args:
-        goes_by_rates: of the transport; where not, there is one round, which costs next to nothing.
+        goes_by_rates: the transport's attribute; if False, transfers are one round, which costs
+            next to nothing.
+        rates: those of the mesh; None if they are not known.
     """
     if not goes_by_rates or rates is None:
         return "pipelined"
@@ -29,7 +31,7 @@ def choose_algorithm(goes_by_rates: bool, rates: Rates | None) -> str:
 
 @dataclass(frozen=True)
 class LinearCase:
-    """A Linear as its style lays it out on R x C ranks."""
+    """A Linear as its style lays it out on R x C ranks: its rule, layouts of X and Y, and sizes."""
 
     rule: MatmulRule
     takes: Layout
@@ -50,15 +52,16 @@ def linear_seconds(
     backward: bool,
     keep_weight: bool,
 ) -> float:
-    """An estimate for a Linear: its products and its transfers, one after the other.
+    """Estimated seconds of a Linear: its products and its transfers, one after the other.
 
-    What ``pipelined`` hides is left out: where tokens are so few that the dataflow is in question,
-    its transfers are too small to be cut (measured at 200 Mbit/s, up to tokens = 2 hidden).
+    That ``pipelined`` hides transfers is left out: for so few tokens that the dataflow is in
+    question, transfers are too small to be split (measured at 200 Mbit/s, up to
+    tokens = 2 hidden).
 
     Args:
-        tokens: batch times sequence, of the whole grid.
+        tokens: batch times sequence, over the grid.
         itemsize: bytes of an element.
-        backward: with backward.
+        backward: count backward too.
         keep_weight: a gathered weight is kept for backward.
     """
     moved = linear_traffic(
@@ -88,7 +91,7 @@ def choose_dataflow(
     backward: bool,
     keep_weight: bool = True,
 ) -> str:
-    """The style's own dataflow, or ``"weight_stationary"`` where that is clearly faster."""
+    """The style's own dataflow, or ``"weight_stationary"`` if that is clearly faster."""
     own, stays = (
         linear_seconds(
             case, dataflow, tokens, itemsize, rates, backward=backward, keep_weight=keep_weight

@@ -1,9 +1,9 @@
-"""How many elements a Linear receives per device, by dataflow: pure arithmetic.
+"""How many elements a device receives for a Linear, by dataflow: pure arithmetic.
 
-For ``Y[M, N] = X[M, K] @ W[N, K]^T`` on R x C = ``tp_row`` x ``tp_col``, M the tokens of the whole
-grid. An all-gather or a reduce-scatter of a tensor along an axis of size A gives each device
-``(A-1)/A`` of its elements, and so does the all-to-all that takes it from one layout to another;
-an all-reduce gives twice that.
+The Linear is ``Y[M, N] = X[M, K] @ W[N, K]^T`` on R x C = ``tp_row`` x ``tp_col``, with M the
+tokens of the grid. In an all-gather or a reduce-scatter of a tensor along an axis of size A each
+device receives ``(A-1)/A`` of its elements, in an all-reduce twice that. In the all-to-all that
+moves it from one layout to another it is ``(A-1)/A`` of what each device holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["LinearTraffic", "Traffic", "layout_traffic", "linear_traffic"]
 
 
 class Traffic(NamedTuple):
-    """Elements that a device receives along each axis."""
+    """Numbers of elements that a device receives along each axis."""
 
     row: float = 0.0
     col: float = 0.0
@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
 
 
 class LinearTraffic(NamedTuple):
-    """Of one Linear's two passes."""
+    """The traffic of a Linear's forward and backward."""
 
     forward: Traffic
     backward: Traffic
@@ -41,7 +41,11 @@ class LinearTraffic(NamedTuple):
 
 
 def _received(before: Placement, after: Placement, held: float, size: int) -> tuple[float, float]:
-    """Of one axis' change of layout, forward and backward; ``held`` elements a device before."""
+    """Elements received when one axis changes its layout, in forward and in backward.
+
+    Args:
+        held: elements that a device has before.
+    """
     if before == after or size == 1:
         return 0.0, 0.0
     others = held * (size - 1)
@@ -56,10 +60,10 @@ def _received(before: Placement, after: Placement, held: float, size: int) -> tu
 def layout_traffic(
     src: Layout, dst: Layout, elements: int, rows: int, columns: int
 ) -> LinearTraffic:
-    """Elements received per device in taking ``x[batch, sequence, features]`` to another layout.
+    """Elements received per device when ``x[batch, sequence, features]`` changes its layout.
 
     Args:
-        elements: of the whole tensor.
+        elements: those of the global tensor.
     """
     sums = [[0.0, 0.0], [0.0, 0.0]]
     for before, after, on_col in steps(normalize(src, 3), normalize(dst, 3)):
@@ -85,11 +89,11 @@ def linear_traffic(
     columns: int,
     keep_weight: bool = False,
 ) -> LinearTraffic:
-    """Elements received per device by one Linear, with no bias, forward and backward.
+    """Elements received per device by one Linear without a bias, in forward and in backward.
 
-    Between the layouts that suit them, the residual stream ``(Shard(0), Shard(1))``, or for weight
-    stationary its transposed ``(Shard(-1), Shard(1))``, on one side and the feature layout
-    ``(Shard(0), Shard(-1))`` on the other:
+    The table is for the layouts that need no further change: on one side the residual stream
+    ``(Shard(0), Shard(1))``, or for weight stationary its transposed ``(Shard(-1), Shard(1))``, on
+    the other the feature layout ``(Shard(0), Shard(-1))``.
 
     ====================  =============================================================
     dataflow              forward
@@ -100,21 +104,24 @@ def linear_traffic(
                           ``(R-1)/R M K/C + (C-1)/C M N/R`` (Rowwise2D)
     ====================  =============================================================
 
-    Backward moves the same for the tokens. A weight that moved moves again, unless it was kept,
-    and its gradient does; one that stays has a gradient that stays. From and to any other layouts
-    tokens take the way that :meth:`torch_tp2d.mesh.grid.Grid.redistribute` takes.
+    Backward moves as much for the tokens. A weight that moved in forward moves a second time,
+    unless it was kept, and its gradient moves too; a stationary weight has a stationary gradient.
+    From and to other layouts, tokens are redistributed as by
+    :meth:`torch_tp2d.mesh.grid.Grid.redistribute`.
+
+    The numbers are exact if the sizes divide; else shards are padded on the wire.
 
     Args:
         rule: the style's, :data:`torch_tp2d.mesh.layouts.COLWISE`, ``ROWWISE`` or ``BLOCK``.
         dataflow: the rule's own, or ``"weight_stationary"``.
-        takes, gives: layout of X and of Y.
-        tokens: M, batch times sequence, of the whole grid.
+        takes, gives: the layouts of X and of Y.
+        tokens: M, batch times sequence, over the grid.
+        in_features, out_features: K and N.
+        rows, columns: R and C.
         keep_weight: the gathered weight is kept for backward (``reshard_after_forward=False``).
 
     Raises:
         ValueError: for a dataflow that the rule does not have.
-
-    Exact where the sizes divide; elsewhere shards are padded on the wire.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What a plan does to a model: layouts, shards, bytes and memory, by module."""
+"""Describes what a plan does to a model: layouts, shards, bytes and memory, by module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .trace import ACTIVATIONS, GATHERED
 __all__ = ["Description", "Memory", "ModuleCost", "Moved", "describe"]
 
 OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
-"""How many tensors of a parameter's size an optimizer keeps for it."""
+"""How many tensors of a parameter's size each optimizer keeps for it."""
 
 
 @dataclass(frozen=True)
@@ -38,48 +38,48 @@ class Moved:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """Memory of one rank, in bytes.
 
-    ``peak`` is the most of a step, the optimizer's state with it: parameters, gradients as far as
-    they are there, what is kept for backward, what is gathered and what is being computed. What
-    an allocator, or a library of kernels, takes beside is not in it, nor what the optimizer's own
-    step takes for a while.
+    ``peak`` is the largest sum within a step of parameters, the gradients that exist by then, the
+    optimizer's state, what is kept for backward, gathered weights and temporary tensors. It does
+    not include what an allocator or a kernel library takes in addition, nor temporary memory of
+    the optimizer's own step.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
-    """Kept for backward, gathered weights not among it."""
+    """Kept for backward, without gathered weights."""
     gathered: int
-    """Of parameters, kept for backward, or at the peak under way: the larger of the two."""
+    """Gathered weights: those kept for backward or those at the peak, the larger of the two."""
     peak: int
 
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """Of one module itself, what is inside it not counted."""
+    """What one module costs by itself, without the modules inside it."""
 
     module: str
     layouts: tuple[LayoutRow, ...]
-    """What a plan made of it, one for each style and hook."""
+    """The layouts that a plan gave it, one row for each style and hook."""
     input_shape: tuple[int, ...] | None
     output_shape: tuple[int, ...] | None
     weight_shape: tuple[int, ...] | None
-    """All three of this rank's parts."""
+    """The three shapes are those of this rank's shards."""
     parameters: int
     forward: tuple[Moved, ...]
     backward: tuple[Moved, ...]
     kept: int
-    """Bytes for backward, of activations."""
+    """Bytes of activations kept for backward."""
     kept_weights: int
-    """Bytes for backward, of gathered weights."""
+    """Bytes of gathered weights kept for backward."""
     flops: int
 
 
 @dataclass(frozen=True)
 class Description:
-    """What :func:`describe` found. ``str()`` of it is a table, and so is it in a notebook."""
+    """What :func:`describe` found. It prints as a table, also in a notebook."""
 
     model: str
     mesh: dict[str, int]
@@ -92,30 +92,30 @@ class Description:
 
     @property
     def forward(self) -> tuple[Moved, ...]:
-        """All that moves forward."""
+        """All collectives of forward."""
         return _sum(move for module in self.modules for move in module.forward)
 
     @property
     def backward(self) -> tuple[Moved, ...]:
-        """All that moves backward."""
+        """All collectives of backward."""
         return _sum(move for module in self.modules for move in module.backward)
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of this rank."""
+        """Multiplications and additions in this rank's products."""
         return sum(module.flops for module in self.modules)
 
     @property
     def total_bytes(self) -> int:
-        """That this rank receives in a step."""
+        """Bytes that this rank receives in a step."""
         return sum(move.bytes for move in (*self.forward, *self.backward))
 
     def bytes_along(self, axis: str) -> int:
-        """That this rank receives along one axis of the mesh."""
+        """Bytes that this rank receives along one axis of the mesh in a step."""
         return sum(move.bytes for move in (*self.forward, *self.backward) if move.axis == axis)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All fields and the totals, for JSON."""
         ways = "forward", "backward"
         totals = {way: [asdict(move) for move in getattr(self, way)] for way in ways}
         return {
@@ -187,36 +187,36 @@ def describe(
     micro_batches: int = 1,
     rank: int = 0,
 ) -> Description:
-    """What a plan does to a model on a mesh, module by module, without running it on the mesh.
+    """Describe what a plan does to a model on a mesh, module by module, without running it there.
 
-    One training step of a copy is run on tensors that have shapes and no values, in this process
-    alone: what it counts is what the step on the mesh moves. Neither the model nor any process
+    One training step of a copy runs on tensors without values, in this process alone; the bytes
+    that it counts are those that the step on the mesh moves. Neither the model nor any process
     group is touched, so the model may be on the meta device, and the mesh of any size.
 
     Args:
         model: on any device, not parallelized yet; or, without ``mesh`` and ``plan``, with a plan
             applied to it.
-        mesh: its shape ``(R, C)``; ``(dp, R, C)`` with FSDP2 outside, over the outermost lists of
-            modules and the root; ``(replicate, shard, R, C)`` with HSDP; or a DeviceMesh of one.
-        plan: as for :func:`torch_tp2d.parallelize_module`; a function of a model and a mesh that
-            returns one (and may edit the model, a copy, as a stock plan's user does); by default
-            :func:`torch_tp2d.plan_for`'s.
-        batch: sequences, of all ranks together.
-        seq: tokens of each.
-        inputs: what the model is called with, by one replica of data parallelism: a dict of
-            keyword arguments or a tuple. By default ids of ``[batch, seq]``, for a model with
-            ``labels`` those too; images of its config's size; for one without an embedding,
-            the part of ``[batch, seq, features]`` that its first module takes on this rank.
-        loss: a scalar of what the model returns. By default its own loss if it has one, the
-            cross entropy of logits that lie on the grid, or a sum.
+        mesh: a shape ``(R, C)``; ``(dp, R, C)`` with FSDP2 outside, over the outermost lists of
+            modules and the root; ``(replicate, shard, R, C)`` with HSDP; or such a DeviceMesh.
+        plan: as for :func:`torch_tp2d.parallelize_module`; or a function of a model and a mesh that
+            returns one (and may edit the model, which is a copy); by default that of
+            :func:`torch_tp2d.plan_for`.
+        batch: sequences in a step, those of all ranks together.
+        seq: tokens of a sequence.
+        inputs: the arguments with which one data-parallel replica calls the model: a dict of
+            keyword arguments or a tuple. By default ids of ``[batch, seq]``, and labels if the
+            model takes them; images of its config's size; for a model without an embedding, this
+            rank's shard of ``[batch, seq, features]`` in the layout that its first module takes.
+        loss: a function of the model's output that returns a scalar. By default the model's own
+            loss if it has one, the cross entropy of logits that lie on the grid, or a sum.
         optimizer: ``"adamw"``, ``"adam"``, ``"momentum"`` or ``"sgd"``, for its state's size.
-        transport: ``"nccl"`` or ``"gloo"``, whose ways differ in how transfers are cut and which
+        transport: ``"nccl"`` or ``"gloo"``, which differ in how transfers are split and which
             operators they are; by default the mesh's own, or ``"nccl"``.
-        rates: by which ``"auto"`` chooses on gloo; by default as where none are known.
+        rates: the rates by which ``"auto"`` chooses on gloo; by default they are not known.
         reshard_after_forward: FSDP2's own argument, for the axes of data parallelism.
-        micro_batches: of a step, ``batch`` together; all but the last under
-            :class:`~torch_tp2d.no_sync`, and FSDP2's ``set_requires_gradient_sync(False)``.
-        rank: of the mesh, for shapes that do not divide.
+        micro_batches: how many micro-batches a step has; together they are ``batch``. All but the
+            last run under :class:`~torch_tp2d.no_sync` and ``set_requires_gradient_sync(False)``.
+        rank: the rank of the mesh to describe, for sizes that do not divide.
 
     Returns:
         A table that prints, with ``to_dict()``. Bytes are those that the rank receives.
@@ -267,7 +267,7 @@ _COUNTED: Mapping[str, str] = {
 def _shape_of(
     mesh: Any, plan: PlanLike, transport: str | None, rank: int
 ) -> tuple[tuple[int, ...] | None, str]:
-    """The shape of the mesh, and the transport."""
+    """The shape of the mesh (None if a plan was applied already), and the transport."""
     if transport not in (None, GLOO.name, NCCL.name):
         raise ValueError(f'transport is "{NCCL.name}" or "{GLOO.name}", not {transport!r}')
     if mesh is None:
@@ -309,7 +309,7 @@ def _shape_of(
 
 
 def describe_step(step: Step, model: nn.Module, case: Case, optimizer: str) -> Description:
-    """What was recorded, in the order of ``named_modules()``."""
+    """Sum up a recorded step, by module in the order of ``named_modules()``."""
     recorder = step.recorder
     rows: dict[str, list[LayoutRow]] = {}
     for row in step.layouts or ():

@@ -1,4 +1,4 @@
-"""What devices and links do in a second: measured here, or looked up, or said."""
+"""Rates of devices and links: measured here, looked up, or given."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .rates import Rates, host_rate_of, latency_of, link_rate
 __all__ = ["DEVICES", "Device", "Machine", "calibrate", "machine_of", "read_link", "read_size"]
 
 REACHED = 0.5
-"""The part of a data sheet's operations a second that training reaches, roughly: PaLM reports 57 %
-of its peak (arXiv:2204.02311, 4.1), Megatron-LM 52 % at best (arXiv:2104.04473, table 1)."""
+"""The fraction of a data sheet's operations per second that training reaches, roughly: PaLM reports
+57 % of its peak (arXiv:2204.02311, 4.1), Megatron-LM 52 % at best (arXiv:2104.04473, table 1)."""
 LINK_REACHED = 0.8
-"""The part of a link's nominal rate that collectives reach, roughly."""
+"""The fraction of a link's nominal rate that collectives reach, roughly."""
 PROBE_SIDE = 768
 PROBE_BYTES = 32 * 2**20
 CALLS = 1000
 GLOO_SUPPOSED = "gloo", 0.3e-3, math.inf
-"""Transport, latency and host rate, where there are no ranks to measure them on."""
+"""Transport, latency and host rate if there are no ranks to measure them on."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Device:
     """A data sheet.
 
     Args:
-        flops: dense 16-bit operations a second; half as many are taken for 32 bits.
+        flops: dense 16-bit operations per second; for 32 bits half as many are assumed.
         memory: bytes.
-        memory_rate: bytes a second.
-        link: bytes a second to its neighbours, each way.
+        memory_rate: bytes per second.
+        link: bytes per second to its neighbours, each way.
     """
 
     flops: float
@@ -65,18 +65,18 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank does in a second.
+    """The rates of one rank.
 
     Args:
-        flops: multiplications and additions of products a second.
-        memory_rate: bytes read or written a second by all else.
-        link: bytes received a second.
-        op_seconds: what calling an operator costs beside its work.
-        latency: seconds that a transfer takes beside its bytes.
-        host_rate: bytes received a second by which the processor that computes is itself taken, as
-            gloo's sockets take it.
-        near: bytes received a second from the ranks of the same node.
-        per_node: ranks of a node; 1 where all ranks are as far from each other.
+        flops: multiplications and additions in products, per second.
+        memory_rate: bytes read or written per second by all other operators.
+        link: bytes received per second.
+        op_seconds: seconds that calling an operator takes beside its work.
+        latency: seconds that a transfer takes beside sending its bytes.
+        host_rate: bytes received per second of the time that receiving takes from the processor
+            that computes, as gloo's sockets do.
+        near: bytes received per second from ranks of the same node.
+        per_node: ranks of a node; 1 if the link between any two ranks is the same.
         transport: ``"nccl"`` or ``"gloo"``.
     """
 
@@ -91,20 +91,20 @@ class Machine:
     transport: str = "nccl"
 
     def rate(self, reach: int) -> tuple[str, float]:
-        """The link that a group of ranks sends on, and its rate.
+        """The name of the link on which a group of ranks sends, and its rate.
 
         Args:
-            reach: from the first rank of the group to the last, and one.
+            reach: the number of consecutive ranks within which the group lies.
         """
         return ("near", self.near) if reach <= self.per_node else ("link", self.link)
 
     @property
     def rates(self) -> Rates | None:
-        """What styles would measure on it, as they do on gloo."""
+        """The rates that styles would measure on this machine on gloo; None on NCCL."""
         return Rates(self.link, self.link, self.flops) if self.transport == "gloo" else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, and for ``Machine(**...)``: without what is infinite, which are defaults."""
+        """The fields for JSON and for ``Machine(**...)``, without infinite ones, the defaults."""
         return {name: value for name, value in asdict(self).items() if value != math.inf}
 
 
@@ -112,7 +112,7 @@ _SIZES: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def read_link(link: str | float) -> float:
-    """Bytes a second: of ``"400gbit"``, ``"200 Mbit/s"``, ``"25GB/s"`` or a number of them.
+    """Read a rate, ``"400gbit"``, ``"200 Mbit/s"``, ``"25GB/s"`` or a number, as bytes per second.
 
     Raises:
         ValueError: for anything else.
@@ -130,7 +130,7 @@ def read_link(link: str | float) -> float:
 
 
 def read_size(memory: str | float) -> float:
-    """Bytes: of ``"80GB"``, ``"24 GiB"`` or a number of them.
+    """Read a size, ``"80GB"``, ``"24 GiB"`` or a number, as bytes.
 
     Raises:
         ValueError: for anything else.
@@ -161,10 +161,10 @@ def machine_of(
     transport: str | None,
     dtype: torch.dtype,
 ) -> tuple[Machine, float | None]:
-    """The machine that is meant, and the memory of its device where that is known.
+    """The machine that the arguments describe, and the memory of its device if that is known.
 
     Raises:
-        ValueError: for a device that is not known, and where there is no link to be measured.
+        ValueError: for an unknown device, and if a link has to be measured but there is none.
     """
     given = None if link is None else read_link(link)
     if isinstance(device, Machine):
@@ -195,15 +195,17 @@ def machine_of(
 
 
 def calibrate(link: float | None = None) -> Machine:
-    """Measure this machine: products, memory and, where there is a process group, the link.
+    """Measure this machine: products, memory and, if there is a process group, the link.
 
-    To be called by all ranks of the group together, in half a second; all get the slowest's.
+    All ranks of the group have to call it together. It takes half a second and returns the rates of
+    the slowest rank on all of them.
 
     Args:
-        link: bytes a second, instead of measuring them.
+        link: the link's rate in bytes per second, instead of measuring it.
 
     Raises:
-        ValueError: for no link, and no process group of at least two ranks to measure one on.
+        ValueError: without ``link`` and without a process group of at least two ranks to measure
+            one on.
 
     Example::
 
@@ -233,7 +235,7 @@ def calibrate(link: float | None = None) -> Machine:
         own = time.process_time()
         shared = _seconds(lambda: matrix @ matrix, device, count=1) / (time.process_time() - own)
     if mesh is not None:
-        # Every rank is to have the same machine, and so the same plan.
+        # Every rank needs the same machine, so that all choose the same plan.
         slowest = torch.tensor([*taken, shared], dtype=torch.float64, device=device)
         *taken, shared = all_reduce(slowest, Axis.of(mesh, 0), "max").wait().tolist()
     product, copy, call = taken
@@ -257,7 +259,7 @@ def calibrate(link: float | None = None) -> Machine:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, count: int = 4) -> float:
-    """The best of all but the first, or the only one."""
+    """The seconds of the fastest run, without the first one unless it is the only one."""
     taken = []
     for _ in range(count):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A grid of processes of its own, on CPU: for what has to be tried with values."""
+"""Starts a grid of CPU processes, for what has to be tried with values."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from ..mesh.layouts import TP_COL, TP_ROW
 __all__ = ["on_processes"]
 
 _GRACE = 5.0
-"""Seconds in which further ranks may say, after one has failed, that they have too."""
+"""Seconds to wait, after one rank has failed, for other ranks to report a failure too."""
 
 
 def on_processes(shape: tuple[int, ...], body: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``body(mesh, *args)`` returns on each rank of a grid of gloo processes.
+    """Run ``body(mesh, *args)`` on each rank of a grid of gloo processes.
+
+    Returns:
+        What ``body`` returned, by rank.
 
     Raises:
-        ValueError: if it raises on one, with the words of the first of them; for a shape that is
-            none, and for arguments that cannot be pickled.
+        ValueError: if ``body`` raises on a rank, with the message of the lowest such rank; for a
+            shape that is not ``(R, C)``; and for arguments that cannot be pickled.
     """
     if len(shape) != 2 or min(shape) < 1:
         raise ValueError(f"a mesh to try a plan on is a DeviceMesh or (R, C), not {shape}")
@@ -63,7 +66,7 @@ def on_processes(shape: tuple[int, ...], body: Callable[..., Any], *args: Any) -
 
 
 def _collected(answers: Any, processes: Sequence[Any]) -> list[tuple[int, bool, Any]]:
-    """What each rank found; of ranks that wait for one that failed, nothing."""
+    """The answers of the ranks, without those of ranks that wait for one that failed."""
     found: list[tuple[int, bool, Any]] = []
     while len(found) < len(processes):
         failed = not all(good for _, good, _ in found)
@@ -94,7 +97,7 @@ def _rank(
     try:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=(TP_ROW, TP_COL))
         answers.put((rank, True, body(mesh, *args)))
-    except Exception as error:  # Whatever it is, it is the caller's, and this process ends.
+    except Exception as error:  # Any error is the caller's to see, and this process ends.
         answers.put((rank, False, f"{type(error).__name__}: {error}"))
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What the machine does in a second, measured once for a mesh."""
+"""Rates of links and of computation, measured once for a mesh."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Rates", "assume", "assumed", "known", "link_rate", "measured", "supp
 
 SMALL_TRANSFERS = 20
 PROBE_BYTES = 512 * 1024
-"""What each rank sends to measure a link: 42 ms at 100 Mbit/s."""
+"""How many bytes each rank sends to measure a link: 42 ms at 100 Mbit/s."""
 PROBE_SIDE = 384
-"""Of the square matrices that are multiplied to measure a rank: 0.1 GFLOP."""
+"""Side of the square matrices that are multiplied to measure a rank: 0.1 GFLOP."""
 
 
 class Rates(NamedTuple):
-    """Of the slowest rank: bytes received a second along each axis, and operations a second.
+    """Rates of the slowest rank: bytes received per second along each axis, operations per second.
 
-    An axis of one rank has none, and is infinitely fast.
+    An axis of one rank transfers nothing; its rate is infinite.
     """
 
     row: float
@@ -40,14 +40,15 @@ _assumed: list[Rates | None] = []
 
 
 def assume(rates: Rates | None) -> None:
-    """Take these rates for every mesh from now on, and measure none.
+    """Assume these rates for every mesh from now on, and measure none.
 
-    Where links are measured, two runs on one machine may choose differently at the margin, and
-    then agree to rounding only; given the same rates they choose alike. To be called by every
-    rank, before :func:`~torch_tp2d.parallelize_module`.
+    If links are measured, two runs on one machine may choose differently at the margin, and then
+    agree to rounding only; with the same assumed rates they choose alike. Call it on every rank,
+    before :func:`~torch_tp2d.parallelize_module`.
 
     Args:
-        rates: None is "not known": each style's own dataflow, and ``pipelined`` on gloo.
+        rates: the rates; None for "not known", which chooses each style's own dataflow, and
+            ``pipelined`` on gloo.
 
     Example::
 
@@ -57,24 +58,25 @@ def assume(rates: Rates | None) -> None:
 
 
 def suppose(mesh: DeviceMesh, rates: Rates) -> None:
-    """Take these rates for one mesh, as if they had been measured on it."""
+    """Assume these rates for one mesh, as if they had been measured on it."""
     _known[root_mesh(mesh)] = rates
 
 
 def assumed() -> str:
-    """What was assumed, for messages."""
+    """The assumed rates as text, for messages."""
     return repr(_assumed[0]) if _assumed else "not called"
 
 
 def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
-    """The rates of a mesh, measured when they are first asked for. Every rank has the same.
+    """The rates of a mesh, the same on every rank, measured when they are first asked for.
 
-    To be asked for by all ranks of the mesh together: when a plan's first style that chooses by
-    them is applied, and at no other time. Not on transports that do not go by rates.
+    All ranks of the mesh have to call it together: when the first style of a plan that chooses by
+    rates is applied, and at no other time. On transports that do not go by rates nothing is
+    measured.
     """
     root, goes_by_rates = root_mesh(mesh), row.transport.goes_by_rates
     if goes_by_rates and not _assumed and root not in _known and sends(mesh):
-        # Real numbers, whatever the model is made on.
+        # Real tensors, even if the model is made on the meta device.
         with torch.device("cpu"), torch.no_grad():
             rates = _known[root] = _measure(row, col)
         set_link_rate(rates.row, row)
@@ -83,7 +85,7 @@ def measured(mesh: DeviceMesh, row: Axis, col: Axis) -> Rates | None:
 
 
 def known(mesh: DeviceMesh) -> Rates | None:
-    """What was assumed, or measured before; sends nothing."""
+    """The rates that were assumed, or measured before; sends nothing."""
     return _assumed[0] if _assumed else _known.get(root_mesh(mesh))
 
 
@@ -105,14 +107,14 @@ def _measure(row: Axis, col: Axis) -> Rates:
 
 
 def link_rate(axis: Axis, device: torch.device) -> float:
-    """Bytes that a rank of an axis receives a second, that of the slowest; for all its ranks."""
+    """Bytes per second that the slowest rank of an axis receives; all its ranks call it."""
     slowest = torch.tensor([_seconds(partial(_gather, axis, device))], dtype=torch.float64)
     seconds = all_reduce(slowest.to(device), axis, "max").wait().item()
     return PROBE_BYTES * (axis.size - 1) / seconds
 
 
 def latency_of(axis: Axis, device: torch.device) -> float:
-    """Seconds of a gather of next to nothing, that of the slowest; for all its ranks."""
+    """Seconds that a gather of one byte takes an axis' slowest rank; all its ranks call it."""
     start = time.perf_counter()
     for _ in range(SMALL_TRANSFERS):
         _gather(axis, device, size=1)
@@ -121,7 +123,7 @@ def latency_of(axis: Axis, device: torch.device) -> float:
 
 
 def host_rate_of(axis: Axis) -> float:
-    """Bytes received in a second of this process' own processor time; the least of all ranks."""
+    """Bytes received per second of a process's own processor time, the least of all ranks."""
     _gather(axis)
     start = time.process_time()
     for _ in range(3):
@@ -139,7 +141,7 @@ def _gather(axis: Axis, device: torch.device | str = "cpu", size: int = PROBE_BY
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The better of two, after one that connects the ranks and does not count."""
+    """The seconds of the faster of two runs, after one that connects the ranks."""
     run()
     taken = []
     for _ in range(2):

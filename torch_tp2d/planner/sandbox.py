@@ -1,4 +1,4 @@
-"""Where a model is tried out: a mesh that only exists as numbers, its layers, FSDP2 outside."""
+"""Tools to try a model out: a mesh without processes, its lists of layers, FSDP2 outside."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ AXES: Mapping[int, tuple[str, ...]] = {
     3: ("dp", TP_ROW, TP_COL),
     4: ("replicate", "shard", TP_ROW, TP_COL),
 }
-"""What the axes of a mesh are called, by their number: those of data parallelism are FSDP2's."""
+"""The names of a mesh's axes, by how many there are. FSDP2 has those of data parallelism."""
 
 _TRANSPORT = "TP2D_TRANSPORT"
 
 
 @contextmanager
 def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[DeviceMesh]:
-    """A mesh of a shape, for which no process group is needed and none is touched.
+    """A mesh that needs no process group and touches none.
 
     Args:
-        shape: ``(R, C)``, or with the axes of data parallelism before.
-        rank: the one of its ranks that this process plays.
-        transport: ``"nccl"`` or ``"gloo"``, whose ways transfers go.
+        shape: ``(R, C)``, or with the axes of data parallelism before it.
+        rank: the rank of the mesh that this process plays.
+        transport: ``"nccl"`` or ``"gloo"``, the transport that is imitated.
     """
     ranks = torch.Size(shape).numel()
     before = os.environ.get(_TRANSPORT)
@@ -66,7 +66,7 @@ def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[Devic
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of the outermost lists of a model: its layers, which FSDP2 shards one by one."""
+    """The modules in a model's outermost lists: its layers, which FSDP2 shards one by one."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
@@ -77,12 +77,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def equal_layers(model: nn.Module) -> int:
-    """The most layers that a list of equal ones has, among the outermost lists of a model."""
+    """The length of the longest list of equal layers among the outermost lists of a model."""
     return max((len(found) for found in _lists_of_equals(model)), default=0)
 
 
 def shorten(model: nn.Module, layers: int) -> None:
-    """Leave so many of each list of equal layers; the rest would do what these do."""
+    """Keep only the first ``layers`` of each list of equal layers."""
     for found in _lists_of_equals(model):
         del found[layers:]
 
@@ -96,7 +96,7 @@ def _lists_of_equals(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def _form(layer: nn.Module) -> tuple[Any, ...]:
-    """What two layers have alike that do the same."""
+    """The classes and parameters of a layer; they are the same for layers that do the same."""
     kinds = tuple(type(module) for module in layer.modules())
     params = tuple(
         (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()
@@ -105,19 +105,19 @@ def _form(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Activation checkpointing of each layer."""
+    """Apply activation checkpointing to each layer."""
     for block in blocks_of(model):
-        # Fake tensors draw no random numbers.
+        # There is no random state to preserve, since fake tensors draw no random numbers.
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
         )
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
-    """FSDP2 outside, as its documentation applies it: block by block, then the root.
+    """Apply FSDP2 outside, as its documentation says: block by block, then to the root.
 
     Args:
-        mesh: with axes of data parallelism, or without.
+        mesh: if it has no axis of data parallelism, nothing is done.
         reshard: whether gathered weights are freed after forward.
     """
     names = mesh.mesh_dim_names
@@ -128,27 +128,27 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
     over = mesh[data] if len(data) > 1 else mesh[data[0]]
     for block in blocks_of(model):
         fully_shard(block, mesh=over, reshard_after_forward=reshard)
-    # By default the root keeps what it gathers, which backward needs at once.
+    # None is FSDP2's default: the root keeps what it gathers, which backward needs first.
     fully_shard(model, mesh=over, reshard_after_forward=None if reshard else False)
 
 
 def reshard(model: nn.Module) -> None:
-    """Have FSDP2 free what it gathered in a forward without a backward."""
+    """Make FSDP2 free the weights that it gathered in a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def is_sharded_over_data(model: nn.Module) -> bool:
-    """Whether FSDP2 was applied: such a model cannot be copied."""
+    """Whether FSDP2 was applied to a model, which then cannot be copied."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:
-    """The mesh that a plan was applied on.
+    """The mesh on which a plan was applied to a model.
 
     Raises:
-        ValueError: if none was.
+        ValueError: if no plan was applied.
     """
     for param in model.parameters():
         if isinstance(param, DTensor):

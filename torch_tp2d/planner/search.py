@@ -1,4 +1,4 @@
-"""The ways to run a model on so many devices, tried one by one without values."""
+"""Tries the ways to run a model on a number of devices, one by one, without values."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from .table import in_bytes
 __all__ = ["Search"]
 
 FEW = 3
-"""So many layers, or micro-batches, and one less are run; what one adds is added for more."""
+"""How many layers, or micro-batches, are run, and in a second run one less. For a model with more,
+the difference between the two is added for each further one."""
 AT_ONCE = 64
-"""So many meshes, those that move least, are tried, and more only if none of them fits."""
+"""How many meshes are tried at once, those that move least first; more only if none fits."""
 TRIED_FURTHER = 3
-"""Of how many of the fastest meshes other ways of running them are tried."""
+"""On how many of the fastest meshes other ways of running the model are tried."""
 
 
 class Search:
-    """Candidates of a model on a machine.
+    """The search for candidates of a model on a machine.
 
     Args:
-        case: the batch, and a plan if it is not to be the ready one.
-        limit: bytes of a device, or None.
+        case: the batch, and a plan if it is not to be that of :func:`torch_tp2d.plan_for`.
+        limit: bytes of memory of a device, or None.
         optimizer: one of :data:`~torch_tp2d.planner.describe.OPTIMIZERS`.
     """
 
@@ -50,15 +51,15 @@ class Search:
         optimizer: str,
     ) -> None:
         self.case, self.machine, self.limit, self.optimizer = case, machine, limit, optimizer
-        # Once for all: of a model in memory each copy would be large.
+        # Drop the values once, since each further copy of a model with values would be large.
         self.model = copy_without_values(model)
         self.layers = equal_layers(self.model)
         self.micro_batch = case.batch // case.micro_batches
         weights = [p for p in self.model.parameters() if p.ndim > 1]
         self.weight_bytes = sum(p.numel() * p.itemsize for p in weights)
-        # Of a token, where the narrower side of each weight moves.
+        # Bytes that move for each token if the narrower side of each weight moves.
         self.token_bytes = sum(p.numel() // max(p.shape) * p.itemsize for p in weights)
-        # A plan of the user's has its own.
+        # A plan given by the user has its own algorithm.
         self.algorithm = "pipelined" if case.plan is None else "auto"
         self.stock_algorithm = "collective" if case.plan is None else "auto"
         self.refused: dict[str, str] = {}
@@ -66,7 +67,11 @@ class Search:
         self.found: dict[Way, Candidate] = {}
 
     def run(self, world_size: int) -> list[Candidate]:
-        """All that can be run, the fastest that fits first."""
+        """All candidates that can be run, those that fit first, and the fastest of these first.
+
+        Raises:
+            ValueError: if none can be run, or none fits in memory.
+        """
         ways = iter(self.ways(world_size))
         while not any(each.fits for each in self.found.values()):
             if not self._try_next(ways):
@@ -89,11 +94,11 @@ class Search:
         return self._ranked()
 
     def _try_next(self, ways: Iterator[Way]) -> list[Way]:
-        """The next that can be run, at most :data:`AT_ONCE`."""
+        """Try ways until :data:`AT_ONCE` of them could be run, and return these."""
         return list(islice(filter(self._try, ways), AT_ONCE))
 
     def _try_variants(self) -> None:
-        """Other ways of running what was tried: fewer weights kept, other transfers, HSDP."""
+        """Try variants of the ways found: fewer weights kept, other transfers, HSDP, recompute."""
         fastest = sorted(self.found, key=lambda way: self.found[way].seconds)
         best_meshes = _meshes(fastest)
         best_stock = _meshes(way for way in fastest if way.stock)
@@ -115,13 +120,13 @@ class Search:
                     self._try(replace(way, recompute=True))
 
     def _without_kept(self, way: Way) -> Iterator[Way]:
-        """How it runs with gathered weights freed after each use."""
+        """The way's variants in which gathered weights are freed after each use."""
         if self.case.micro_batches == 1:
             yield replace(way, keep=False)
             return
         yield replace(way, keep=False, reduce_each=True)
         if way.stock:
-            # Under no_sync a grid keeps what it has gathered.
+            # Stock ways only: under no_sync a grid keeps the weights that it has gathered.
             yield replace(way, keep=False)
 
     def _ranked(self) -> list[Candidate]:
@@ -140,7 +145,7 @@ class Search:
         return found
 
     def ways(self, world_size: int) -> list[Way]:
-        """Every mesh once, as it is run best as a rule; first those that move least, roughly."""
+        """One way for every mesh, usually its best, sorted by a rough estimate of transfers."""
         return sorted(self._on_each_mesh(world_size), key=self._seconds_roughly)
 
     def _on_each_mesh(self, world_size: int) -> Iterator[Way]:
@@ -160,10 +165,11 @@ class Search:
                 yield Way("2-D", shape, self.algorithm, row_dim)
 
     def _seconds_roughly(self, way: Way) -> float:
-        """Of its transfers, one after the other: to try first what may be best of very many.
+        """A rough estimate of a way's transfers, one after the other.
 
-        Weights are gathered and reduced along ``dp`` and ``tp_row``; along ``tp_col`` the narrower
-        side of each moves tokens, forward and backward.
+        It sorts very many meshes, so that those which may be best are tried first. Weights are
+        gathered and reduced along ``dp`` and ``tp_row``; along ``tp_col`` tokens move on the
+        narrower side of each weight, in forward and in backward.
         """
         replicas, rows, columns = way.shape
         tokens = self.case.batch * self.case.seq / (replicas * rows)
@@ -178,21 +184,21 @@ class Search:
         return seconds
 
     def _try(self, way: Way) -> bool:
-        """Whether it can be run."""
+        """Try a way, unless it was tried before, and return whether it can be run."""
         if way not in self.tried:
             self.tried.add(way)
             try:
                 self.found[way] = self.predict(way)
             except (ValueError, RuntimeError) as error:
-                # RuntimeErrors are the model's own, or DTensor's, on shards that do not suit it.
+                # A model, or DTensor, raises RuntimeErrors on shards that do not suit it.
                 self.refused[way.name] = str(error).partition("\n")[0]
         return way in self.found
 
     def predict(self, way: Way) -> Candidate:
-        """What it would cost.
+        """Predict what a way would cost.
 
         Raises:
-            ValueError, RuntimeError: for what cannot be run.
+            ValueError, RuntimeError: if it cannot be run.
         """
         replicas = way.shape[0]
         if self.case.batch % replicas:
@@ -209,7 +215,8 @@ class Search:
             recompute=way.recompute,
             reduce_each=way.reduce_each,
             rates=None if way.stock else self.machine.rates,
-            # Two kernels on a GPU, as torch's; what is traced is the operators inside.
+            # On a GPU dropout is two kernels, as torch's is, but a trace would show its many
+            # operators, so it is left out.
             dropout=self.machine.rates is not None,
         )
         numbers = self._numbers(way, case)
@@ -253,7 +260,7 @@ class Search:
         return plan
 
     def _numbers(self, way: Way, case: Case) -> _Numbers:
-        """Of all layers and micro-batches, from few of them."""
+        """The numbers for all layers and micro-batches, extrapolated from few of them."""
 
         def of_parts(parts: int) -> _Numbers:
             fewer = replace(case, batch=self.micro_batch * parts, micro_batches=parts)
@@ -275,12 +282,14 @@ class Search:
 
 
 class _Numbers(NamedTuple):
+    """What a way costs: times, received bytes and memory."""
+
     timing: Timing
     bytes: int
     memory: Memory
 
     def and_more(self, times: int, less: _Numbers) -> _Numbers:
-        """With so many times what these have more than ``less``."""
+        """These numbers plus ``times`` the difference between them and ``less``."""
         memory = {
             name: value + times * (value - getattr(less.memory, name))
             for name, value in asdict(self.memory).items()
@@ -291,19 +300,19 @@ class _Numbers(NamedTuple):
 
 
 def _told_from(of: Callable[[int], _Numbers], count: int) -> _Numbers:
-    """Of so many equal things, from what :data:`FEW` of them and one less are."""
+    """Extrapolate to ``count`` equal parts from the numbers of :data:`FEW` and of one less."""
     if count <= FEW + 1:
         return of(count)
     return of(FEW).and_more(count - FEW, of(FEW - 1))
 
 
 def _hybrids(way: Way) -> list[Way]:
-    """HSDP in the place of FSDP2, with any number of copies of the weights."""
+    """A way's variants with HSDP in the place of FSDP2, for every number of copies of weights."""
     return [replace(way, replicate=copies) for copies in _divisors(way.shape[0])[1:-1]]
 
 
 def _meshes(fastest: Iterable[Way]) -> list[tuple[int, int, int]]:
-    """The first ones, of which more is tried."""
+    """The meshes of the first ways, on which variants are tried."""
     return list(dict.fromkeys(way.shape for way in fastest))[:TRIED_FURTHER]
 
 

@@ -1,8 +1,8 @@
-"""How long a recorded step takes: its events in their order, on a machine.
+"""Predicts how long a recorded step takes on a machine, by playing its events in order.
 
-One rank stands for all. It computes in the order of the program; a transfer begins when it is
-started and its link is free, and what asks for its result waits. Links send one transfer after
-another, and are as many as are apart: that between nodes, and that within one.
+One rank stands for all. It computes in the order of the program; a transfer begins when it has been
+started and its link is free, and a wait lasts until the transfer has ended. There are two links,
+one between nodes and one within a node, each of which sends one transfer after another.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["Timing", "simulate"]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a step.
+    """Times of a step in seconds.
 
     Args:
         seconds: from its beginning to its end.
-        compute: of work, whatever travels meanwhile.
-        transfers: of transfers, whatever is computed meanwhile.
+        compute: the sum over its work, whether or not transfers run meanwhile.
+        transfers: the sum over its transfers, whether or not work runs meanwhile.
     """
 
     seconds: float
@@ -49,15 +49,18 @@ def simulate(
     *,
     stock: bool = False,
 ) -> Timing:
-    """Play the events of a step.
+    """Predict the times of a step by playing its events.
 
     FSDP2 gathers a unit's parameters while the unit before computes, and reduces gradients while
-    the next computes; not on gloo, where it waits for both.
+    the next one computes. On gloo it waits for both.
 
     Args:
-        events: of a :class:`~torch_tp2d.planner.trace.Recorder`.
-        mesh: ranks of each axis, the innermost last; ranks of other axes are of several nodes.
-        stock: torch's own collectives, of which gloo's reduce-scatter costs an all-reduce.
+        events: those of a :class:`~torch_tp2d.planner.trace.Recorder`.
+        machine: the rates of its ranks and links.
+        mesh: the number of ranks of each axis, the innermost last. A transfer along an axis that is
+            not among them counts as one between nodes.
+        stock: the collectives are torch's own; on gloo its reduce-scatter costs as much as an
+            all-reduce.
     """
     reach: dict[str, int] = {}
     ranks = 1
@@ -70,7 +73,7 @@ def simulate(
     on_gloo = machine.transport == "gloo"
     for number, event in enumerate(events):
         if isinstance(event, Compute):
-            # A product reads and writes while it multiplies.
+            # Reading and writing overlap with multiplying, so the slower of the two counts.
             work = max(event.flops / machine.flops, event.touched / machine.memory_rate)
             work += event.ops * machine.op_seconds
             now += work
@@ -85,7 +88,7 @@ def simulate(
             now += moved / machine.host_rate
             compute += moved / machine.host_rate
             gathers = event.of_fsdp and event.op == "allgather_base"
-            # Of a unit of FSDP2 on NCCL: when the one before was asked for.
+            # On NCCL, FSDP2 begins to gather a unit when it asks for the unit before.
             began = asked if gathers and not on_gloo else now
             end = max(began, free[link]) + taken
             free[link] = ends[number] = end

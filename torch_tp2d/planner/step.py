@@ -1,4 +1,4 @@
-"""One training step of a model on a mesh, run without values and recorded."""
+"""Runs and records one training step of a model on a mesh, on tensors without values."""
 
 from __future__ import annotations
 
@@ -44,30 +44,35 @@ from .trace import Recorder
 __all__ = ["NO_PLAN", "Case", "PlanLike", "Step", "run_step"]
 
 NO_PLAN = "none"
-"""In the place of a plan, for FSDP2 alone."""
+"""Stands in the place of a plan for FSDP2 alone."""
 PlanLike = Any
 """A plan as :func:`torch_tp2d.parallelize_module` takes it, a function of a model and a mesh that
-returns one, or None for the ready one."""
+returns one, or None for that of :func:`torch_tp2d.plan_for`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run.
+    """The step to run.
 
     Args:
-        shape: of the mesh; None where a plan was applied already.
-        batch, seq: of the whole mesh, data parallelism's replicas together.
-        rank: of the mesh, whose step it is.
-        inputs: a dict of keyword arguments or a tuple of arguments of the model, of one replica;
-            None where ``batch`` and ``seq`` say enough.
-        loss: a scalar of the model's output.
-        reshard: whether FSDP2 outside frees gathered weights after forward.
-        rates: by which ``"auto"`` chooses.
-        layers: at most so many of each list of equal layers are run.
-        recompute: whether layers are computed again for backward.
-        micro_batches: of a step, which together are ``batch``.
-        reduce_each: whether gradients are reduced in each of them, and weights gathered; else once.
-        dropout: whether modules drop anything.
+        shape: that of the mesh; None if a plan was applied to the model already.
+        plan: see :data:`PlanLike`; :data:`NO_PLAN` for FSDP2 alone.
+        batch: sequences in a step, those of all data-parallel replicas together.
+        seq: tokens of a sequence.
+        rank: the rank of the mesh whose step is run.
+        transport: ``"nccl"`` or ``"gloo"``.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model, for one replica;
+            None if ``batch`` and ``seq`` say enough.
+        loss: a function of the model's output that returns a scalar.
+        reshard: whether FSDP2, if there is a data-parallel axis, frees gathered weights after
+            forward.
+        rates: the rates by which ``"auto"`` chooses.
+        layers: how many of each list of equal layers are run at most.
+        recompute: whether layers are recomputed for backward.
+        micro_batches: how many micro-batches a step has; together they are ``batch``.
+        reduce_each: whether each micro-batch gathers weights and reduces gradients; else this is
+            done once for all of them.
+        dropout: whether dropout modules drop anything.
     """
 
     shape: tuple[int, ...] | None
@@ -89,11 +94,17 @@ class Case:
 
 @dataclass
 class Step:
-    """What was recorded.
+    """What was recorded of a step.
 
     Args:
-        kept: when forward was over, bytes by kind of memory, by module.
-        parameters: bytes of this rank's parts, by module; gradients likewise.
+        recorder: what it recorded, shapes, events and peak memory included.
+        mesh: the sizes of the mesh's axes, by name.
+        transport: ``"nccl"`` or ``"gloo"``.
+        layouts: those that the plan was resolved to; None without a plan.
+        kept: by module, the bytes of each kind of memory that live when forward is over.
+        parameters: by module, the bytes of this rank's shards of parameters.
+        trainable: bytes of this rank's shards of trainable parameters, and so of their gradients.
+        weights: by module, the shape of this rank's shard of its weight.
     """
 
     recorder: Recorder
@@ -107,7 +118,12 @@ class Step:
 
 
 def run_step(model: nn.Module, case: Case) -> Step:
-    """Run a copy of the model once, forward and backward; nothing travels."""
+    """Run a copy of the model once, forward and backward; nothing is communicated.
+
+    Raises:
+        ValueError: for a model that FSDP2 was applied to, a batch that does not divide, and a model
+            that cannot run on tensors without values or says neither its inputs nor its loss.
+    """
     if is_sharded_over_data(model):
         raise ValueError(
             f"{type(model).__name__} was given to fully_shard: describe it before that, with the "
@@ -115,7 +131,7 @@ def run_step(model: nn.Module, case: Case) -> Step:
         )
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        # Whatever the caller is within; of what is wrong the step itself will warn.
+        # The caller may be within no_grad(). Warnings are left to the real step.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -177,7 +193,7 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
         recorder = Recorder(model, mesh, plain)
         with recorder, _refusing_values(model):
             if any(getattr(m.__dict__.get("_tp2d"), "in_rounds", False) for m in model.modules()):
-                # What is gathered ahead is what came next in the forward before.
+                # A forward gathers ahead in the order of the one before, so run one before.
                 _forward(model, inputs, case)
                 reshard(model)
                 recorder.forget()
@@ -186,7 +202,7 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
                     loss = _forward(model, inputs, case)
                     kept = recorder.kept()
                     loss.backward()
-                    # Else its graph would live beside the next one's.
+                    # Free the graph, which would otherwise live beside the next one's.
                     del loss
     parameters: Counter[str] = Counter()
     trainable = 0
@@ -211,7 +227,7 @@ def _refusing_values(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # DTensor raises of what was raised while it looked for shapes.
+        # DTensor, while it propagates shapes, raises from the error that we look for.
         asked = error if isinstance(error, NEEDS_VALUES) else error.__cause__
         if not isinstance(asked, NEEDS_VALUES):
             raise
@@ -233,7 +249,7 @@ def _module_that_raised(model: nn.Module, error: BaseException) -> str:
 
 @contextmanager
 def _part_of_step(model: nn.Module, grid: DeviceMesh, case: Case, *, last: bool) -> Iterator[None]:
-    """A micro-batch as its user would run it: under ``no_sync``, and with FSDP2's switches set."""
+    """Run a micro-batch as a training loop would: under ``no_sync``, with FSDP2's switches set."""
     accumulates = not (last or case.reduce_each)
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(not accumulates)
@@ -254,7 +270,7 @@ def _forward(model: nn.Module, inputs: Inputs, case: Case) -> Tensor:
 
 
 def _loss(model: nn.Module, out: Any, ids: Tensor | None) -> Tensor:
-    """The model's own; of logits of its vocabulary the cross entropy; else a sum."""
+    """The model's own loss, else the cross entropy of logits on the grid, else a sum."""
     own = out.get("loss") if isinstance(out, Mapping) else None
     if own is not None:
         return own
@@ -278,7 +294,7 @@ def _inputs(
     known = sample_inputs(model, case.inputs, batch, case.seq)
     if known is not None and known.ids is not None:
         return known
-    # Without an embedding nothing tells how many tokens a rank's part is one of.
+    # Without an embedding nothing tells the global sizes of tokens from a rank's shard.
     try:
         part = _features(model, grid, table, batch, case.seq)
     except ValueError:
@@ -304,10 +320,10 @@ def _layouts(model: nn.Module) -> LayoutTable | None:
 def _features(
     model: nn.Module, grid: DeviceMesh, table: LayoutTable | None, batch: int, seq: int
 ) -> Tensor:
-    """This rank's part of hidden states, as the first module of the plan takes them.
+    """This rank's shard of hidden states, in the layout that the plan's first module takes.
 
     Raises:
-        ValueError: if that module does not tell.
+        ValueError: if that module does not tell its number of features.
     """
     for module in model.modules():
         runner = module.__dict__.get("_tp2d")

@@ -1,4 +1,4 @@
-"""Which grid, and which plan on it, trains a model fastest within the memory that there is."""
+"""Suggests which grid, and which plan on it, trains a model fastest within the given memory."""
 
 from __future__ import annotations
 
@@ -35,41 +35,42 @@ def suggest(
     optimizer: str = "adamw",
     micro_batches: int = 1,
 ) -> Suggestion:
-    """Which mesh of so many devices trains a model fastest, and by which plan.
+    """Suggest which mesh of ``world_size`` devices trains a model fastest, and by which plan.
 
-    Tries every ``[dp, tp_row, tp_col]``, with FSDP2 over ``dp``, HSDP over that of the fastest, and
-    beside our plans torch's own as a careful user would run them: TP, TP with sequence
+    It tries every ``[dp, tp_row, tp_col]`` with FSDP2 over ``dp``, and on the fastest of them HSDP
+    too; and, beside our plans, torch's own as a careful user would run them: TP, TP with sequence
     parallelism, FSDP2, HSDP, and FSDP2 x TP at every size. Each is run once without values
-    (:func:`torch_tp2d.describe`), and the order of its work and transfers played on a machine of
-    the given rates. The answer may be "FSDP2" or "TP". AxoNN's and Tesseract's third dimension is
-    here ``dp``: FSDP2 around a grid.
+    (:func:`torch_tp2d.describe`), and its work and transfers are then played in their order on a
+    machine of the given rates. The answer may be "FSDP2" or "TP". The third dimension of AxoNN and
+    Tesseract is ``dp`` here: FSDP2 around a grid.
 
-    Of more than 64 meshes those that move least by a rough count are tried, the others if none of
-    them fits.
+    Of more than 64 meshes only those that move least by a rough count are tried, and the others if
+    none of them fits.
 
-    What is taken for an estimate: work takes its operations and bytes divided by a rate, all ranks
-    take the same time, a list of equal layers is told from two of them, peak memory is that of
-    tensors alone, and on GPUs dropout is left out.
+    The prediction assumes that work takes its operations and bytes divided by a rate, that all
+    ranks take the same time, and that further equal layers cost as much as one of the first. Peak
+    memory is that of tensors alone, and dropout is left out on GPUs.
 
     Args:
         model: on any device, not parallelized; the meta device is enough.
         world_size: number of devices.
-        batch: sequences of a step, of all devices together.
-        seq: tokens of each.
-        memory: of a device, ``"80GB"`` or bytes; by default that of ``device``, else not limited.
-        link: bytes received a second, ``"400gbit"``, ``"25GB/s"`` or a number: between nodes where
+        batch: sequences in a step, those of all devices together.
+        seq: tokens of a sequence.
+        memory: memory of a device, ``"80GB"`` or bytes; by default that of ``device``, else not
+            limited.
+        link: bytes received per second, ``"400gbit"``, ``"25GB/s"`` or a number: between nodes if
             ``per_node`` is given, else between any two devices.
         device: a name of :data:`torch_tp2d.planner.machine.DEVICES` (``"h100"``), or a
-            :class:`~torch_tp2d.planner.machine.Machine`; by default this machine, measured, its
-            link too where there is a process group.
-        per_node: devices of a node, which have the device's own link between them.
+            :class:`~torch_tp2d.planner.machine.Machine`; by default this machine is measured, and
+            its link too if there is a process group.
+        per_node: number of devices in a node, between which the device's own link is used.
         transport: ``"nccl"`` or ``"gloo"``; by default the device's.
-        plan: one, or a function of a model and a mesh that returns one, in which case its styles
-            keep the algorithm that it says; by default :func:`torch_tp2d.plan_for`'s.
+        plan: a plan, or a function of a model and a mesh that returns one; its styles keep their
+            algorithm. By default that of :func:`torch_tp2d.plan_for`.
         inputs, loss, optimizer: as for :func:`torch_tp2d.describe`; ``inputs`` of a micro-batch.
-        micro_batches: of a step, which together are ``batch``: weights are gathered once for all
-            of them and gradients reduced once (:class:`~torch_tp2d.no_sync`), or, which takes less
-            memory, for each.
+        micro_batches: how many micro-batches a step has; together they are ``batch``. Weights are
+            gathered and gradients reduced once for all of them (:class:`~torch_tp2d.no_sync`), or
+            for each, which takes less memory.
 
     Returns:
         A table that prints, fastest first, with ``best``, ``mesh_shape``, ``plan``, ``apply()`` and
@@ -77,8 +78,8 @@ def suggest(
 
     Raises:
         TypeError: for a model of the wrong kind.
-        ValueError: for a model that no plan knows, sizes that no mesh of so many devices takes, or
-            memory that nothing fits, saying what would.
+        ValueError: for a model that has no plan, for sizes that no mesh of so many devices takes,
+            and if nothing fits into ``memory``, saying what would.
 
     Example::
 
@@ -102,7 +103,7 @@ def suggest(
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is one of {sorted(OPTIMIZERS)}, not {optimizer!r}")
     if plan is None:
-        # An unknown model is no matter of the mesh.
+        # Whether a model has a plan does not depend on the mesh: refuse it before the search.
         with fake_mesh((1, 1), 0, "nccl") as mesh:
             plan_for(model, mesh, inputs=inputs)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -21,7 +21,7 @@ def in_bytes(size: float) -> str:
 
 
 def as_text(head: Row, rows: Sequence[Row]) -> str:
-    """Columns aligned by spaces."""
+    """A table as text, with columns aligned by spaces."""
     lines = [head, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -31,7 +31,7 @@ def as_text(head: Row, rows: Sequence[Row]) -> str:
 
 
 def as_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    """For a notebook."""
+    """A table as HTML, for a notebook."""
 
     def line(tag: str, cells: Row) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

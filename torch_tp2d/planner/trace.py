@@ -1,8 +1,9 @@
-"""What a step of a model does, written down while it runs on tensors that have no values.
+"""Records what a step of a model does while it runs on tensors without values.
 
-For whom a collective is, or a tensor is kept, is told by the module that runs; in backward by the
-number of the autograd node that runs, since those that a module made are numbered in a row; and of
-what is done ahead of a module, or put off by one, by :meth:`Context.on_behalf_of`.
+Each collective and each kept tensor is attributed to a module. In forward it is the module that
+runs. In backward it is told by the sequence number of the autograd node that runs, since the nodes
+that a module makes have consecutive numbers. Work that is done ahead of a module, or deferred, is
+attributed by :meth:`Context.on_behalf_of`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..runtime.context import OnBehalf, context_of, in_backward
 __all__ = ["Compute", "Event", "Kept", "Recorder", "Start", "Wait"]
 
 _COPIES = frozenset({"aten::_to_copy", "aten::cat", "aten::clone", "aten::constant_pad_nd"})
-"""Operators whose result is as much a parameter's as what they are given."""
+"""Operators whose result counts as parameters if all their inputs do."""
 
 _NO_WORK = frozenset(
     {
@@ -46,22 +47,22 @@ _NO_WORK = frozenset(
         "aten::empty_strided",
         "aten::new_empty",
         "aten::new_empty_strided",
-        # What a fake tensor asks to know its device.
+        # A fake tensor calls it to know its device.
         "prim::device",
     }
 )
-"""Operators that read and write nothing, views apart."""
+"""Operators, besides views, that read and write nothing."""
 
 PARAMETERS, GATHERED, ACTIVATIONS, TEMPORARY = "parameters", "gathered", "activations", "temporary"
-"""Kinds of memory: what is gathered of parameters, what forward made, what backward made."""
+"""Kinds of memory: parameters, weights gathered from them, and what forward and backward make."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Work of this rank: a product, or all else between two transfers or products.
+    """Work of this rank: a product, or all other operators between two transfers or products.
 
     Args:
-        flops: multiplications and additions of products.
+        flops: multiplications and additions in products.
         touched: bytes that are read and written.
         ops: how many operators are called.
     """
@@ -73,22 +74,22 @@ class Compute:
 
 @dataclass(frozen=True)
 class Start:
-    """A transfer is started."""
+    """The start of a transfer."""
 
     axis: str
     op: str
     bytes: int
-    """That this rank receives."""
+    """How many bytes this rank receives."""
     of_fsdp: bool = False
-    """FSDP2's own, which it awaits by itself."""
+    """Whether it is FSDP2's own transfer, which has no :class:`Wait`."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The result of a transfer is asked for."""
+    """The point at which the result of a transfer is needed."""
 
     start: int
-    """Which event started it."""
+    """The index of the event that started the transfer."""
 
 
 Event = Compute | Start | Wait
@@ -96,11 +97,11 @@ Event = Compute | Start | Wait
 
 @dataclass
 class Kept:
-    """Bytes that live, by kind of memory."""
+    """Live bytes by kind of memory, now and at their peak."""
 
     live: Counter[str]
     peak: Counter[str]
-    """When they were most."""
+    """The live bytes at the moment when their total was largest."""
 
     def add(self, kind: str, size: int) -> None:
         self.live[kind] += size
@@ -111,12 +112,13 @@ class Kept:
 class Recorder(TorchDispatchMode):
     """Records a step: transfers and their bytes by module, the order of events, memory.
 
-    To be entered within a fake mode, after :meth:`watch`.
+    It is entered within a fake mode.
 
     Args:
-        model: what runs; hooks are put on its modules.
-        mesh: whose axes transfers are counted by.
-        plain: the class of the tensors that are worked on; others come again, taken apart.
+        model: the model that is going to run; its modules get hooks.
+        mesh: the mesh by whose axes transfers are counted.
+        plain: the class of the local tensors. Operators on other classes, such as DTensor, are not
+            recorded themselves, but what these run on local tensors is.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, plain: type) -> None:
@@ -127,10 +129,10 @@ class Recorder(TorchDispatchMode):
         self._marks: list[tuple[int, str]] = [(-1, "")]
         self._instead: list[str] = []
         self.calls: Counter[tuple[str, bool, str, str]] = Counter()
-        """By module, whether in backward, axis and operator."""
+        """Number of collectives, by module, whether in backward, axis and operator."""
         self.bytes: Counter[tuple[str, bool, str, str]] = Counter()
         self.shapes: dict[str, list[tuple[int, ...] | None]] = {}
-        """Of a module's first input and its output, on this rank."""
+        """By module, the local shapes of its first input and its output."""
         self.flops: Counter[str] = Counter()
         self.events: list[Event] = []
         self.memory = Kept(Counter(), Counter())
@@ -144,14 +146,14 @@ class Recorder(TorchDispatchMode):
         context_of(mesh).attribute = self.attribute
 
     def forget(self) -> None:
-        """What was recorded; not what lives."""
+        """Clear what was recorded, but keep track of the tensors that live."""
         for counted in (self.calls, self.bytes, self.flops):
             counted.clear()
         self.events.clear()
         self._moving.clear()
         self.memory.peak = self.memory.live.copy()
 
-    # For whom
+    # Which module an operator is attributed to
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self._names[module]
@@ -165,14 +167,14 @@ class Recorder(TorchDispatchMode):
         self.shapes[name][1] = _shape(output)
 
     def _mark(self, name: str) -> None:
-        """The nodes that are made from now on are this module's."""
+        """Attribute the autograd nodes that are made from now on to this module."""
         made = nodes_made()
         if self._marks[-1][0] == made:
             self._marks.pop()
         self._marks.append((made, name))
 
     def current(self) -> str:
-        """The name of the module that is at work."""
+        """The name of the module that what runs now is attributed to."""
         if self._instead:
             return self._instead[-1]
         if self._running:
@@ -196,18 +198,18 @@ class Recorder(TorchDispatchMode):
             self._instead.pop()
             self._mark(self.current())
 
-    # What
+    # What is recorded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(kind is not self._plain and kind is not nn.Parameter for kind in types):
-            # A DTensor, say: its own operations on shards are to be seen.
+            # A DTensor, for example, then runs operators on its shards, which are recorded.
             return NotImplemented
         kwargs = kwargs or {}
         op, of_fsdp = collective_of(func), c10d_collective_of(func)
         if func.name().endswith("::wait_tensor"):
-            # What is awaited is the tensor itself; a fake one would be a copy.
+            # The real operator returns its own argument, but a fake one would make a copy.
             out = args[0]
             start = self._moving.pop(_storage_id(out), None)
             if start is not None:
@@ -219,7 +221,7 @@ class Recorder(TorchDispatchMode):
             self._start(group, op, received)
             start = len(self.events) - 1
             if func.namespace == "symm_mem":
-                # It sends and multiplies by turns.
+                # The fused operator alternates between sending and multiplying.
                 self._compute(func, args, kwargs, out)
                 self.events.append(Wait(start))
             else:
@@ -268,7 +270,10 @@ class Recorder(TorchDispatchMode):
             self._hold(x, kind, self.current())
 
     def _gathered_by_fsdp(self, given: Any) -> None:
-        """What FSDP2 gathers into, and what it copies that to, was there before."""
+        """Count the buffers that FSDP2 gathers and copies weights into as gathered weights.
+
+        They were allocated before, and so were counted as activations.
+        """
         found = [id(x.untyped_storage()) for x in _tensors(given)]
         held = [self._storages[key] for key in found if key in self._storages]
         if not any(kind in (PARAMETERS, GATHERED) for _, kind, _, _ in held):
@@ -298,7 +303,7 @@ class Recorder(TorchDispatchMode):
         self.memory.add(kind, -size)
 
     def _measure_again(self) -> None:
-        """FSDP2 frees and takes the memory of what it gathers under the tensors' feet."""
+        """Update the sizes of storages, which FSDP2 resizes while their tensors live."""
         for key, (reference, kind, module, size) in list(self._storages.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:
@@ -306,7 +311,7 @@ class Recorder(TorchDispatchMode):
                 self.memory.add(kind, storage.nbytes() - size)
 
     def kept(self) -> dict[str, Counter[str]]:
-        """What lives, but for parameters: by module, bytes by kind."""
+        """By module, the live bytes of each kind of memory but parameters."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for _, kind, module, size in self._storages.values():
             if kind != PARAMETERS:
@@ -319,7 +324,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _shape(tree: Any) -> tuple[int, ...] | None:
-    """Of the first tensor's part on this rank."""
+    """The local shape of the first tensor."""
     for x in _tensors(tree):
         return tuple(local_tensor(x).shape)
     return None
@@ -330,7 +335,10 @@ def _storage_id(x: Tensor) -> int:
 
 
 def _crossing_of_c10d(op: str, args: Sequence[Any]) -> tuple[ProcessGroup, str, int]:
-    """As :func:`torch_tp2d.comm.counter.crossing`, of what FSDP2 calls."""
+    """The group, operator and received bytes of a collective that FSDP2 calls.
+
+    As :func:`torch_tp2d.comm.counter.crossing`, for torch.distributed's own operators.
+    """
     sizes = [sum(x.numel() * x.element_size() for x in _tensors(args[at])) for at in (0, 1)]
     boxed = args[1] if op.startswith("allreduce") else args[2]
     group = ProcessGroup.unbox(boxed)

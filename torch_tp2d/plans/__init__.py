@@ -1,8 +1,9 @@
-"""Ready plans: dicts of module names and styles, to be printed, edited and applied.
+"""Built-in plans: dicts of module names and styles, to be printed, edited and applied.
 
-A plan function looks at a model's names and sizes and at the grid, and returns the plan; it
-changes nothing. Models are told by their names and their ``config``, so that no library of models
-is imported here; of a model that nobody listed the plan is derived from what its forward does.
+A plan function reads a model's module names and sizes and the grid, and returns the plan; it
+changes nothing. Models are recognized by their module names and their ``config``, so that no model
+library is imported here. For a model that is not listed, the plan is derived from what its forward
+does.
 
 Example::
 
@@ -90,26 +91,26 @@ PLANS: Mapping[str, Callable[..., Plan]] = {
     "swin": swin_plan,
     "t5": t5_plan,
 }
-"""Which function knows a model, by its ``config.model_type``."""
+"""The plan function of each ``config.model_type``."""
 
 
 def plan_for(model: nn.Module, mesh: DeviceMesh, *, inputs: Any = None, **options: Any) -> Plan:
-    """The ready plan for a model on a grid, or one that is derived from its structure.
+    """The built-in plan for a model on a grid, or one derived from the model's structure.
 
     Args:
         model: on any device, not parallelized yet.
         mesh: named ``("tp_row", "tp_col")``, as for :func:`torch_tp2d.parallelize_module`.
-        inputs: of a model without a ready plan, see :func:`derived_plan`.
-        options: the plan function's own, see :class:`Parts`.
+        inputs: example inputs for a model without a built-in plan, see :func:`derived_plan`.
+        options: those of the plan function, see :class:`Parts`.
 
     Returns:
-        A dict of module names and styles, to be edited at will. A derived one prints as the
+        A dict of module names and styles, to be edited at will. A derived plan prints as the
         reasons for its entries.
 
     Raises:
-        TypeError: for an unknown option, or something else than a mesh.
+        TypeError: for an unknown option, or if ``mesh`` is not a mesh.
         ValueError: for a mesh or an option that cannot work with the model, and for a model without
-            a ready plan whose structure does not tell one.
+            a built-in plan from whose structure none can be derived.
     """
     check_mesh(mesh)
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -119,7 +120,7 @@ def plan_for(model: nn.Module, mesh: DeviceMesh, *, inputs: Any = None, **option
     ready = None if plan is None else plan(model, mesh, **options)
     if ready is not None and names_all(ready, model):
         return ready
-    # Nobody's, or of another class of a family that is known, a classifier say.
+    # An unknown model, or another class of a known family, such as a classifier.
     try:
         return derived_plan(model, mesh, inputs=inputs, **options)
     except ValueError as error:

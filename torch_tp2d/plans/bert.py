@@ -22,7 +22,7 @@ def bert_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     Args:
         model: a ``BertModel`` or ``BertForMaskedLM``.
         mesh: named ``("tp_row", "tp_col")``.
-        options: those of :class:`Parts`.
+        options: see :class:`Parts`.
 
     Returns:
         A dict of module names and styles.
@@ -57,7 +57,7 @@ def bert_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
         f"{layer}.output.LayerNorm": parts.norm(),
     }
     if getattr(inner, "pooler", None) is not None:
-        # Of one token of each sequence, [B, H]: there is but the batch for tp_row to split.
+        # Its input is one token of each sequence, [B, H], so tp_row can only split the batch.
         plan[f"{base}pooler.dense"] = Colwise2D(use_local_output=False, **parts.linear)
     if hasattr(model, "cls"):
         predictions = "cls.predictions"

@@ -1,9 +1,9 @@
-"""A plan for a model that nobody listed, from what one forward shows of its structure.
+"""A plan for a model without a built-in one, from what one forward shows of its structure.
 
-Linears that open a block and the one that closes it are told by where outputs go: what a group of
-them gives that reaches one Linear alone, through attention or through functions of each feature by
-itself, is split by heads or features, and that Linear closes the group. What is in no group, and no
-embedding, norm or head, is left whole.
+Colwise and rowwise Linears are recognized by where outputs go. If the outputs of a group of Linears
+reach only one other Linear, through attention or through elementwise functions, then the group
+opens a block, split by heads or features, and that Linear closes it. A module that is in no group
+and is no embedding, norm or head stays replicated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ONE_BY_ONE = frozenset(
         *("sub", "tanh", "threshold", "to", "truediv", "type", "type_as", "where"),
     }
 )
-"""Functions of each feature by itself."""
+"""Elementwise functions, which a tensor may go through with its features split."""
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
 _PRODUCTS = frozenset(("baddbmm", "bmm", "einsum", "matmul", "softmax"))
 _IN_PARTS = frozenset(("chunk", "split", "tensor_split"))
@@ -53,22 +53,22 @@ def derived_plan(
     """A plan from the model's own structure, seen in one forward of a copy without values.
 
     Args:
-        model: any, not parallelized yet; it is not changed.
+        model: any model, not parallelized yet; it is not changed.
         mesh: named ``("tp_row", "tp_col")``.
-        inputs: a dict of keyword arguments or a tuple of arguments of the model's forward, where
-            its signature does not tell; of several sequences, the batch in their first dim.
-        options: see :class:`Parts`. Without ``loss_parallel`` the logits of a model whose own loss
-            this library does not know are whole.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model's forward, needed
+            if its signature does not tell them: several sequences, with the batch in dim 0.
+        options: see :class:`Parts`. ``loss_parallel`` is off by default for a model whose own loss
+            this library does not know: its logits are then gathered on every rank.
 
     Returns:
         A dict of module names and styles, which prints as the reasons for them.
 
     Raises:
         ValueError: for a model that cannot run without values, that has a parameter which no style
-            can name, or whose structure is unclear: it says where.
+            can name, or whose structure is unclear; the message says where.
 
     Warns:
-        UserWarning: of matrices that stay whole on every rank.
+        UserWarning: names the modules whose matrices stay replicated on every rank.
 
     Example::
 
@@ -89,7 +89,7 @@ def derived_plan(
 
 
 class _Derivation:
-    """From a structure to styles, module by module, and then by patterns of names."""
+    """Gives each module of a structure a style, then merges equal layers into patterns."""
 
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, seen: Structure, options: dict[str, Any]
@@ -101,14 +101,14 @@ class _Derivation:
         causal = seen.loss == "ForCausalLMLoss"
         defaults: dict[str, Any] = {"loss_parallel": causal}
         if any(shape[0] == self.batch * self.seq for shape in seen.shapes.values()):
-            # All tokens in one dim: a part of every sequence could not be told from others.
+            # The model flattens all tokens into one dim, of which no shard is a part of a sequence.
             defaults["sequence_parallel"] = False
         self.parts = Parts(**{**defaults, **options})
         self.own_loss = causal and self.parts.loss_parallel
         self.styles: dict[str, ParallelStyle] = {}
         self.reasons: dict[str, str] = {}
         self.split: set[str] = set()
-        """What opens a group: its features or heads are split."""
+        """The modules that open a group, whose output features or heads are split."""
 
     def plan(self) -> DerivedPlan:
         for name in self.seen.given:
@@ -137,7 +137,7 @@ class _Derivation:
     # Groups
 
     def _close(self, name: str) -> None:
-        """If a Linear closes a group, name all of it."""
+        """If a Linear closes a group, give the group and the Linear their styles."""
         group = list(self.seen.given[name])
         closes = all(
             self._is_projection(source)
@@ -168,7 +168,7 @@ class _Derivation:
             style = self.parts.colwise(**({"parts": parts} if parts > 1 else {}))
             self._name(source, style, f"opens what {close} closes", split=True)
             for name in filter(self._is_vectors, self.users[source]):
-                # A learnable activation, each feature of which has its own part of a vector.
+                # A learnable activation with a parameter for each feature, sharded with them.
                 part = Replicate(input_layouts=Shard(-1), row_dim=self.parts.row_dim)
                 self._name(name, part, "on features that are split")
         self._name(close, self.parts.rowwise(), f"closes {_listed(group)}")
@@ -204,7 +204,7 @@ class _Derivation:
             self._name(close, self.parts.rowwise(), f"closes the heads of {where}")
 
     def _whole_inputs(self, where: str, heads: int) -> dict[str, tuple[str | None, ...]]:
-        """What the dims are of the tensors that an attention is given, where it cannot tell."""
+        """What the dims of an attention's global inputs mean, where it cannot tell by itself."""
         found: dict[str, tuple[str | None, ...]] = {}
         for name, shape in self.seen.arguments.get(where, {}).items():
             if shape[:1] == (heads * self.batch,) and heads > 1:
@@ -212,20 +212,20 @@ class _Derivation:
                     where, f"its argument {name} {shape} has the batch and its heads in one dim"
                 )
             if len(shape) > 1 and shape[0] == heads != self.batch:
-                # A bias of each head, whatever the sample: by the distance of two tokens.
+                # A bias for each head, the same for all samples, such as one of token distances.
                 found[name] = ("heads", *(None,) * (len(shape) - 1))
         return found
 
     def _by_heads(self, name: str, size: int) -> bool:
-        """Whether a projection is viewed as heads of so many features, if that is seen."""
+        """Whether a projection is viewed as heads of ``size`` features, or its view is unknown."""
         cut = self.seen.cut.get(name)
         return cut is None or cut == (self._widths(name)[1] // size, size)
 
     def _own_of_heads(self, where: str, heads: int, size: int) -> dict[str, tuple[str | None, ...]]:
-        """What the dims are of an attention's own parameters: one number for each head, or for all.
+        """Whether the dim of each of an attention's own parameters is heads, or a head's features.
 
         Raises:
-            ValueError: for one that may be either, or something else.
+            ValueError: for a parameter that may be either, or is something else.
         """
         module = self.modules[where]
         own = {name: tuple(getattr(module, name).shape) for name in own_parameters(module)}
@@ -241,18 +241,18 @@ class _Derivation:
     def _of_fused(
         self, name: str, heads: int, width: int, given: dict[str, Any]
     ) -> tuple[ParallelStyle, dict[str, ParallelStyle]]:
-        """Of queries, keys and values from one projection: the attention's style and its own."""
+        """The styles of an attention and of its fused projection to queries, keys and values."""
         cut, columns = self.seen.cut.get(name, ()), self.mesh["tp_col"].size()
         size = width // heads
         if len(cut) == 3 and cut[0] == width > cut[1] == cut[2] and cut[1] % (size * columns) == 0:
-            # Fewer heads of keys and values.
+            # There are fewer key and value heads than query heads.
             style, _, _, _ = self.parts.attention(self.mesh, heads, cut[1] // size, **given)
             return style, {name: self.parts.colwise(parts=cut)}
         one_by_one = cut in ((width,) * 3, (3, width), (3, heads, size))
         by_heads = cut in ((heads, 3 * size), (heads, 3, size)) and heads % columns == 0
         if self._widths(name)[1] == 3 * width and one_by_one != by_heads:
             style, q, _, _ = self.parts.attention(self.mesh, heads, fused=3, **given)
-            # Head by head each column has whole heads of all three.
+            # Where the three lie head by head, a column's shard has complete heads of each.
             return style, {name: q if one_by_one else self.parts.colwise(parts=1)}
         raise self._unclear(
             name,
@@ -271,13 +271,13 @@ class _Derivation:
         if sources and {*sources} <= self.split:
             if not vectors:
                 raise self._unclear(name, f"it takes what {_listed(sources)} opens")
-            # What sees heads is told by the plan around it.
+            # The style of the attention or activation around it lays out its vectors.
         elif any(name in call.given() for call in self.seen.attentions):
             raise self._unclear(name, "what it gives goes into an attention that is not understood")
         elif embeds(self.modules[name]):
             self._embedding(name, shape)
         elif vectors and len(shape) == 3 and name in self.seen.picked:
-            # By ids, which are whole on every rank.
+            # The tokens are picked by ids, which are global on every rank.
             whole = {"output_layouts": (Whole(), Whole()), "use_local_output": True}
             style = Replicate(row_dim=self.parts.row_dim, **whole)
             self._name(name, style, "a norm, of whose tokens some are picked")
@@ -293,10 +293,10 @@ class _Derivation:
                 if sources and {*sources} <= self.seen.picked:
                     whole["input_layouts"] = Whole(), Whole()
             elif not sources:
-                # Of the model's own inputs, which are whole on every rank as ids are.
+                # It takes the model's own inputs, which are replicated on every rank, as ids are.
                 stream: Layout = Shard(self.parts.row_dim), self.parts.residual
                 if isinstance(self.modules[name], _CONVOLUTIONS):
-                    # Its channels are no sequence yet.
+                    # The output's dim 1 is channels, not a sequence, so it stays replicated.
                     stream = Whole(), Whole()
                 whole = {"input_layouts": (Whole(), Whole()), "output_layouts": stream}
                 whole["use_local_output"] = False
@@ -304,7 +304,7 @@ class _Derivation:
             self._name(name, style, "whole on every rank: of no group")
 
     def _embedding(self, name: str, shape: tuple[int, ...]) -> None:
-        # Of encoder and decoder each has a sequence of its own.
+        # Only the batch is compared: encoder and decoder have sequences of different lengths.
         if len(shape) == 2 and shape[0] == self.batch:
             self._name(name, self.parts.embedding(), "an embedding of tokens")
         elif len(shape) == 2 and shape[0] == 1:
@@ -336,7 +336,7 @@ class _Derivation:
         return features_of(self.modules[name])
 
     def _of_tokens(self, name: str) -> bool:
-        """Whether a module takes all tokens one by one: no feature of all, no token of each row."""
+        """Whether a module maps all tokens one by one, mixing none and picking none of them."""
         shape = self.seen.shapes[name]
         mixes = len(shape) == 3 and (shape[1] == 1 or shape[1] != self.seq == shape[2])
         return (len(shape) == 3 or shape[0] == self.batch * self.seq) and not mixes
@@ -353,7 +353,7 @@ class _Derivation:
             self.split.add(name)
 
     def _check_all_named(self) -> None:
-        """Every parameter is in the plan, tied to one that is, or a vector beside what is."""
+        """Refuse a parameter of a module that was not called, is in no entry and tied to none."""
         for name, module in self.modules.items():
             own = own_parameters(module)
             if own and name not in self.seen.given:
@@ -365,7 +365,7 @@ class _Derivation:
                     raise self._unclear(name, f"it has the parameters {own}, and was not called")
 
     def _meet_what_is_whole(self) -> bool:
-        """Whether the model's own parameters meet only what its last projections give, whole."""
+        """Whether the model's own parameters meet only replicated outputs of last projections."""
         before = any("" in sources for name, sources in self.seen.given.items() if name)
         ends = [name for name in self.seen.output if name]
         projections = all(
@@ -375,7 +375,7 @@ class _Derivation:
         return bool(ends) and projections and not before
 
     def _twin(self, module: nn.Module) -> str | None:
-        """The name of a module of the plan that has this one's parameters."""
+        """The name of a module in the plan that has the same parameters as this one."""
         mine = {name: id(param) for name, param in module.named_parameters(recurse=False)}
         for name in self.styles:
             theirs = self.modules[name].named_parameters(recurse=False)
@@ -392,7 +392,7 @@ class _Derivation:
 
 
 def _common(names: Sequence[str]) -> str:
-    """The innermost module around all of these."""
+    """The innermost module around all of the named ones."""
     return ".".join(os.path.commonprefix([name.split(".") for name in names]))
 
 

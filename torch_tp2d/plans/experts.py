@@ -21,27 +21,27 @@ __all__ = ["WholeExperts", "experts_plan", "refuse_router_losses"]
 
 
 class WholeExperts(GridStyle):
-    """A router and its experts, whole on every rank; each rank computes tokens of its own.
+    """A router and its experts, replicated on every rank; each rank computes its own tokens.
 
-    For what takes tokens one by one by code that DTensor does not run. No token moves where the
-    residual stream lies in the token layout, and no weight does: gradients of all weights, which
-    every rank holds whole, are summed over the grid.
+    For a module that maps tokens one by one in code that DTensor cannot run. No weight moves, and
+    no token does if the residual stream is in the token layout; since every rank holds all the
+    weights, their gradients are partial and are summed over the grid.
 
     ==========================  ===============================  ========================
     tensor                      layout                           local shape
     ==========================  ===============================  ========================
     input and output, DTensors  ``(Shard(row_dim), Shard(1))``   ``[B/R, S/C, H]``
-    parameters                  ``(Replicate(), Replicate())``   whole
+    parameters                  ``(Replicate(), Replicate())``   the global one
     ==========================  ===============================  ========================
 
-    What is computed of all tokens together, as a router's load-balancing loss is, would be of this
-    rank's: the ready plans refuse to be asked for it.
+    What a module computes over all tokens together, such as a router's load-balancing loss, would
+    be over this rank's tokens only, so models under the built-in plans refuse to compute that loss.
 
     Args:
         row_dim: which dim of ``[batch, sequence, hidden]`` tp_row splits.
 
     Raises:
-        TypeError: for integer parameters; when it runs, for a tensor that is no DTensor.
+        TypeError: for integer parameters; when the module runs, for an input that is no DTensor.
 
     Example::
 
@@ -84,8 +84,8 @@ class _ExpertsRunner(Runner):
         tokens = x.redistribute(placements=self.grid.placements(self.layout)).to_local()
         computed, shape = tokens, tokens.shape
         if not tokens.numel():
-            # One that counts for nothing, so that this rank's gradients of the weights, which are
-            # summed over all, are zero and not missing.
+            # A rank without tokens computes one token of zeros and drops the result, so that its
+            # gradients, which are summed over all ranks, are zero and not missing.
             computed = torch.cat([tokens.flatten(0, 1), tokens.new_zeros(1, shape[-1])])[None]
         y = run_locally(parameters_inside(module), forward, (computed,), {}, self.grid)
         if computed is not tokens:
@@ -95,14 +95,14 @@ class _ExpertsRunner(Runner):
 
 
 def refuse_router_losses(model: Any, asked: bool | None, *, planned: bool = False) -> None:
-    """Refuse a loss that a router computes of all tokens, where its rank sees only some.
+    """Refuse a router's loss over all tokens, of which each rank sees only its own.
 
     Args:
         asked: a forward's ``output_router_logits``; None leaves it to the config.
-        planned: the model is to have :class:`WholeExperts`, and has none yet.
+        planned: the model is going to have :class:`WholeExperts`, but the plan is not applied yet.
 
     Raises:
-        ValueError: if the loss is asked for, on every rank.
+        ValueError: on every rank, if the loss is asked for.
     """
     if asked is None:
         asked = getattr(getattr(model, "config", None), "output_router_logits", False)
@@ -119,10 +119,10 @@ def refuse_router_losses(model: Any, asked: bool | None, *, planned: bool = Fals
 
 
 def experts_plan(model: Any, where: str, row_dim: int) -> Plan:
-    """The entry of the mixtures of experts that a pattern names.
+    """The plan's entry for the mixtures of experts that the pattern ``where`` names.
 
     Raises:
-        ValueError: for noise, which would be another on every grid, and for a router's loss.
+        ValueError: for router noise, which would differ from grid to grid, and for a router's loss.
     """
     if getattr(model.config, "router_jitter_noise", 0.0):
         raise ValueError(

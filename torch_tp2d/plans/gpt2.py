@@ -20,8 +20,8 @@ def gpt2_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     Args:
         model: the model, not parallelized yet.
         mesh: named ``("tp_row", "tp_col")``.
-        options: see :class:`Parts`. With ``loss_parallel`` the model computes its loss of
-            ``labels`` by :func:`causal_lm_loss`.
+        options: see :class:`Parts`. With ``loss_parallel``, given ``labels``, the model computes
+            its loss by :func:`causal_lm_loss`.
 
     Returns:
         A dict of module names and styles.

@@ -1,4 +1,4 @@
-"""Llama 2 of the PyTorch tutorial, and Hugging Face's Llama, Mistral and Qwen2."""
+"""Llama 2 of the PyTorch tutorial, and Hugging Face's Llama and decoders that are built like it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["is_tutorial_llama", "llama_plan"]
 
 @dataclass(frozen=True)
 class _Names:
-    """What the modules of one shape are called in one code of it."""
+    """What one implementation of the architecture calls its modules."""
 
     embedding: str
     query: str
@@ -39,23 +39,27 @@ def is_tutorial_llama(model: nn.Module) -> bool:
 
 
 def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
-    """A plan for Llama 2 of the PyTorch tutorial, or Hugging Face's Llama, Mistral or Qwen2.
+    """A plan for Llama 2 of the PyTorch tutorial, or a Hugging Face decoder built like Llama.
 
-    Heads are split over ``tp_col``. Where there are fewer key and value heads than columns, or
-    numbers that do not divide, see :class:`torch_tp2d.Attention2D`. Without a head around it
-    (``LlamaModel``) the model gives hidden states as a DTensor.
+    The latter are Llama, Mistral, Qwen2 and the other types that
+    ``torch_tp2d.plans.PLANS`` maps to this function. Heads are split over ``tp_col``; for fewer
+    key and value heads than columns, or numbers that do not divide, see
+    :class:`torch_tp2d.Attention2D`. A base model without a head (``LlamaModel``) returns its hidden
+    states as a DTensor.
 
     Args:
         model: the model, not parallelized yet.
         mesh: named ``("tp_row", "tp_col")``.
-        options: see :class:`Parts`. With ``loss_parallel`` a Hugging Face model computes
-            its loss of ``labels`` by :func:`causal_lm_loss`.
+        options: see :class:`Parts`. With ``loss_parallel``, given ``labels``, a Hugging Face model
+            computes its loss by :func:`causal_lm_loss`.
 
     Returns:
         A dict of module names and styles.
 
     Raises:
-        ValueError: for an option that cannot work.
+        ValueError: for an option that cannot work, for a feed-forward module none of whose Linears
+            has a known name for the one that leads back into the residual stream, and for a mixture
+            of experts with router noise or a router's loss.
 
     Example::
 
@@ -100,17 +104,17 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether all that a module has are vectors; without any it is named by no plan."""
+    """Whether a module's parameters are all vectors; one without parameters needs no entry."""
     params = list(module.parameters())
     return bool(params) and all(param.ndim == 1 for param in params)
 
 
 _BACK = frozenset(("down_proj", "w2", "c_proj", "fc2"))
-"""What the Linear of a feed-forward module is called that leads back into the residual stream."""
+"""Names of the Linear by which a feed-forward module leads back into the residual stream."""
 
 
 def _mlp(module: nn.Module, where: str, parts: Parts) -> Plan:
-    """Of a feed-forward module, whose gate and up projections may be one weight."""
+    """The entries of a feed-forward module, whose gate and up projections may be fused."""
     linears = {n: part for n, part in module.named_children() if isinstance(part, nn.Linear)}
     back = next((name for name in linears if name in _BACK), None)
     if back is None:

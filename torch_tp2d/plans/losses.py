@@ -1,4 +1,4 @@
-"""Losses of Hugging Face models, of logits that lie on a grid."""
+"""Losses of Hugging Face models whose logits are sharded over a grid."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What a Hugging Face causal LM takes as ``model.loss_function``: token s predicts token s + 1.
+    """The ``model.loss_function`` of a Hugging Face causal LM: token s predicts token s + 1.
 
     Args:
-        logits: a DTensor ``[B, S, V]``, split in any way.
-        labels: ``[B, S]`` ids, whole on every rank; those of ``ignore_index`` count for nothing.
-        vocab_size: the logits have it, so it is not used.
+        logits: a DTensor ``[B, S, V]``, in any layout.
+        labels: ``[B, S]`` ids, the global ones on every rank; ``ignore_index`` marks labels that do
+            not count.
+        vocab_size: not used, since the logits tell it.
         num_items_in_batch: divides the sum, instead of the number of labels that count.
-        shift_labels: labels that are shifted already.
+        shift_labels: labels that are shifted already, in place of ``labels``.
 
     Returns:
         A plain scalar, the same on every rank.
 
     Raises:
-        TypeError: for plain logits. Where a plan is edited so that its head gives whole ones, leave
-            its entry ``""`` out: the model's own loss is right for them.
+        TypeError: for plain logits. If you edit a plan so that its head returns gathered logits,
+            remove the entry ``""``: the model's own loss is right for them.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
@@ -51,13 +52,17 @@ def causal_lm_loss(
 
 
 class LossFunction(AsTransformers):
-    """Sets what a model computes its loss by: the plan's entry for the model itself, ``""``.
+    """Replaces a model's loss function: the plan's entry for the model itself, ``""``.
 
-    Its methods are as :class:`AsTransformers` has them.
+    It also adapts the model's methods, as :class:`AsTransformers` does.
 
     Args:
         function: becomes the module's ``loss_function``, which the models of transformers call
             with ``logits``, ``labels`` and ``vocab_size``.
+
+    Example::
+
+        >>> plan[""] = LossFunction(causal_lm_loss)
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -75,10 +80,10 @@ class LossFunction(AsTransformers):
 class LossOfLabels(GridStyle):
     """For a model that computes its loss in its own forward: the plan's entry for ``""``.
 
-    Given ``labels=``, the model runs without them and the loss, the mean cross entropy of its
-    logits over the labels that are not -100, is that of :func:`torch_tp2d.cross_entropy`. A model
-    that makes its decoder's inputs of the labels (``prepare_decoder_input_ids_from_labels``) does.
-    Its methods are as :class:`AsTransformers` has them.
+    If it is given ``labels=``, the model runs without them, and :func:`torch_tp2d.cross_entropy`
+    computes the loss: the mean cross entropy of the logits over the labels that are not -100. A
+    model that makes decoder inputs from labels (``prepare_decoder_input_ids_from_labels``) still
+    does so. It also adapts the model's methods, as :class:`AsTransformers` does.
     """
 
     is_hook = True

@@ -1,4 +1,4 @@
-"""What the methods of a Hugging Face model take and read, of a model that lies on a grid."""
+"""Adapts the methods of a Hugging Face model on a grid to what callers pass and read."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .experts import refuse_router_losses
 __all__ = ["AsTransformers"]
 
 EMBEDDED = ("inputs_embeds", "decoder_inputs_embeds")
-"""The arguments that stand for ids: what an embedding would have made of them."""
+"""The arguments that replace ids: the embedding's output for them."""
 
 
 class AsTransformers(GridStyle):
-    """A model whose methods are used as transformers has them: the plan's entry for it, ``""``.
+    """Lets a model's methods be used as on one device: the plan's entry for it, ``""``.
 
-    * ``inputs_embeds`` (``decoder_inputs_embeds``) that are plain tensors are whole, ``[B, S, H]``,
-      the same on every rank, as ids are; so is their gradient. They go on as the embedding hands on
-      what it looked up. A DTensor is taken as it is.
-    * ``generate`` reads whole logits, and beam search finds the keys and values of beams that
-      another row computed: where the beams of a sample lie on several rows, caches are gathered
-      along ``tp_row`` after each token.
-    * ``resize_token_embeddings`` is refused: before the plan it does what it should.
+    * ``inputs_embeds`` (``decoder_inputs_embeds``) as a plain tensor is the global ``[B, S, H]``,
+      the same on every rank, as ids are, and so is its gradient. It goes on in the layout in which
+      the embedding returns its output. A DTensor is taken as it is.
+    * ``generate`` reads gathered logits, and beam search finds the keys and values of beams that
+      another mesh row computed: where the beams of a sample lie on several mesh rows, caches are
+      gathered along ``tp_row`` after each token.
+    * ``resize_token_embeddings`` is refused: call it before the plan is applied.
 
     Example::
 
@@ -43,7 +43,7 @@ class AsTransformers(GridStyle):
     places_inside = False
 
     def check(self, module: nn.Module, grid: Grid) -> None:
-        """Fits any module: what it has not is left out."""
+        """Fits any module; methods that it does not have are left out."""
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         raise AssertionError("it runs no module")
@@ -57,9 +57,10 @@ class AsTransformers(GridStyle):
 
 
 def adapt(module: nn.Module, grid: Grid) -> None:
-    """Have the methods of a model do what :class:`AsTransformers` says.
+    """Adapt the methods of a model as :class:`AsTransformers` says.
 
-    They are bound anew and read the grid from a closure, so that a copy of the model has its own.
+    The methods are bound to the model and read the grid from a closure, so that a copy of the model
+    has methods of its own.
     """
 
     def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +92,7 @@ def adapt(module: nn.Module, grid: Grid) -> None:
 
 
 def _generate(model: Any, grid: Grid, *args: Any, **kwargs: Any) -> Any:
-    """The model's own ``generate``, for as long as which it has what that needs."""
+    """Run the model's own ``generate``, with the hooks that it needs for as long as it runs."""
 
     def reorder(cache: Any, beams: Tensor) -> Any:
         own, sizes = _own_beams(beams, grid.row)
@@ -122,7 +123,7 @@ def _whole_logits(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _whole_states(module: nn.Module, args: Any, output: Any) -> Any:
-    """An encoder's, which are repeated for each beam: not in shards, which may be uneven."""
+    """Gather an encoder's states: they are repeated for each beam, and shards may be uneven."""
     states = output["last_hidden_state"]
     if isinstance(states, DTensor):
         output["last_hidden_state"] = states.redistribute(placements=[Replicate(), Replicate()])
@@ -130,7 +131,7 @@ def _whole_states(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _layers(cache: Any) -> Iterator[Any]:
-    """The layers of a cache of transformers; of an encoder-decoder's those of both caches."""
+    """The layers of a cache of transformers, for an encoder-decoder those of both its caches."""
     kinds = "self_attention_cache", "cross_attention_cache"
     parts = [getattr(cache, kind) for kind in kinds if hasattr(cache, kind)]
     for part in parts or [cache]:
@@ -138,15 +139,16 @@ def _layers(cache: Any) -> Iterator[Any]:
 
 
 def _own_beams(beams: Tensor, row: Axis) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Which sequences those of this row go on from, and where they are looked for.
+    """Which sequences those of this mesh row continue, and among which they are counted.
 
     Args:
-        beams: ``[B]``, of all rows: for each sequence the one that it goes on from.
+        beams: ``[B]``, over all mesh rows: for each sequence the one that it continues.
 
     Returns:
-        Their numbers among those of this row, and None; or, where a row goes on from another's,
-        their numbers among all, and how many each row has. A row without a sequence has one that
-        stands in for none. By what all ranks know, so that all of them gather, or none.
+        Indices into this mesh row's sequences, and None; or, if any mesh row continues a sequence
+        of another, indices into all sequences, and how many each mesh row has. A mesh row without
+        sequences gets one stand-in index. All ranks decide from the same ``beams``, so that either
+        all of them gather or none.
     """
     sizes = row.split(len(beams))
     starts = [sum(sizes[:r]) for r in range(row.size)]
@@ -164,10 +166,10 @@ def _own_beams(beams: Tensor, row: Axis) -> tuple[Tensor, tuple[int, ...] | None
 
 
 def _reorder(layer: Any, own: Tensor, sizes: tuple[int, ...] | None, row: Axis) -> None:
-    """Leave in a layer's cache the keys and values that :func:`_own_beams` says.
+    """Replace a layer's cached keys and values by those that :func:`_own_beams` selected.
 
     Args:
-        layer: its keys and values are this row's, ``[B/R, heads, length, head_dim]``.
+        layer: holds this mesh row's keys and values, ``[B/R, heads, length, head_dim]``.
     """
     if not layer.get_seq_length():
         return

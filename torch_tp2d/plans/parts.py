@@ -1,4 +1,4 @@
-"""What the ready plans are made of: the same few styles under the same options."""
+"""What the built-in plans are made of: the same few styles under the same options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Plan = dict[str, ParallelStyle]
 
 
 class AttentionParts(NamedTuple):
-    """The styles of an attention module and of the projections inside."""
+    """The styles of an attention module and of its projections."""
 
     module: Attention2D
     q: Colwise2D
@@ -36,22 +36,26 @@ class AttentionParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The options that every ready plan takes, and the styles that follow from them.
+    """The options that every built-in plan takes, and the styles that follow from them.
 
     Between modules activations are DTensors, so that a model's own code sees the global batch and
-    sequence; inside attention and MLP they are local.
+    sequence; inside attention and MLP they are local tensors.
 
     Args:
-        sequence_parallel: split the residual stream by sequence over ``tp_col`` (the token
-            layout); else it is whole along ``tp_col``.
-        row_dim: the token dim that ``tp_row`` splits: 0 the batch, 1 the sequence.
-        algorithm, dataflow, reshard_after_forward, regather_input, reduce_dtype: of the matrix
-            products, as in :class:`torch_tp2d.Colwise2D`.
-        loss_parallel: leave the logits split over the vocabulary, a DTensor, for
-            :func:`torch_tp2d.cross_entropy`; else every rank gets them whole.
+        sequence_parallel: shard the residual stream by sequence over ``tp_col`` (the token
+            layout); else it is replicated along ``tp_col``.
+        row_dim: the token dim that ``tp_row`` splits: 0 for the batch, 1 for the sequence.
+        algorithm, dataflow, reshard_after_forward, regather_input, reduce_dtype: how the matrix
+            products run, as in :class:`torch_tp2d.Colwise2D`.
+        loss_parallel: leave the logits sharded over the vocabulary, as a DTensor, for
+            :func:`torch_tp2d.cross_entropy`; else they are gathered on every rank.
 
     Raises:
         ValueError: for a ``row_dim`` that is not 0 or 1.
+
+    Example::
+
+        >>> plan = plan_for(model, mesh, sequence_parallel=False, loss_parallel=False)
     """
 
     sequence_parallel: bool = True
@@ -68,7 +72,7 @@ class Parts:
 
     @property
     def linear(self) -> dict[str, Any]:
-        """The options of every Linear."""
+        """The options that every Linear takes."""
         return {
             "algorithm": self.algorithm,
             "dataflow": self.dataflow,
@@ -82,7 +86,7 @@ class Parts:
         return Shard(1) if self.sequence_parallel else Whole()
 
     def embedding(self, **layouts: Any) -> Rowwise2D:
-        """Of token ids ``[B, S]``, into the residual stream."""
+        """An embedding of token ids ``[B, S]`` into the residual stream."""
         return Rowwise2D(
             output_layouts=layouts.pop("output_layouts", self.residual),
             use_local_output=False,
@@ -91,25 +95,25 @@ class Parts:
         )
 
     def positions(self) -> Rowwise2D:
-        """Of position ids ``[1, S]``, the same for the whole batch."""
+        """An embedding of position ids ``[1, S]``, the same for every sample of the batch."""
         on_row: Placement = Shard(1) if self.row_dim == 1 else Whole()
         return self.embedding(output_layouts=(on_row, self.residual))
 
     def norm(self) -> ParallelStyle:
-        """Of the residual stream."""
+        """A norm of the residual stream."""
         if self.sequence_parallel:
             return Lifted(SequenceParallel(), row_dim=self.row_dim)
         return Replicate(row_dim=self.row_dim)
 
     def colwise(self, **options: Any) -> Colwise2D:
-        """From the residual stream into local heads or features."""
+        """A Linear from the residual stream into local heads or features."""
         return Colwise2D(
             row_dim=self.row_dim,
             **{"regather_input": self.regather_input, **self.linear, **options},
         )
 
     def rowwise(self, **options: Any) -> Rowwise2D:
-        """From local heads or features back into the residual stream."""
+        """A Linear from local heads or features back into the residual stream."""
         return Rowwise2D(
             output_layouts=self.residual,
             use_local_output=False,
@@ -127,12 +131,13 @@ class Parts:
         fused: int = 1,
         **options: Any,
     ) -> AttentionParts:
-        """An attention module, of whose heads each column computes its share.
+        """An attention module, whose heads are split over the mesh columns.
 
         Args:
-            num_kv_heads: key and value heads; None for as many as of queries.
-            fused: how many projections ``q`` does at once, side by side: its style is for all.
-            options: of :class:`torch_tp2d.Attention2D`.
+            num_kv_heads: number of key and value heads; None for as many as query heads.
+            fused: how many projections are fused in one weight, side by side; if more than one,
+                ``q`` is the style of the fused projection.
+            options: those of :class:`torch_tp2d.Attention2D`.
         """
         check_mesh(mesh)
         columns = mesh[TP_COL].size()
@@ -154,23 +159,26 @@ class Parts:
         return AttentionParts(style, q, kv, o)
 
     def head(self) -> Colwise2D:
-        """From the residual stream to logits over a vocabulary."""
+        """A Linear from the residual stream to logits over a vocabulary."""
         if self.loss_parallel:
             return self.colwise(use_local_output=False)
         return self.colwise(output_layouts=(Whole(), Whole()))
 
 
 def inner_prefix(model: nn.Module) -> str:
-    """``"model."`` of a Hugging Face model with a head around its base model, else ``""``."""
+    """The prefix of the base model's names (``"model."``) in a Hugging Face model, or ``""``.
+
+    It is ``""`` for a base model itself, and for a model that is not Hugging Face's.
+    """
     name = getattr(model, "base_model_prefix", "")
     return f"{name}." if name and isinstance(getattr(model, name, None), nn.Module) else ""
 
 
 def first_layer(model: nn.Module, name: str) -> Any:
-    """The first of the layers called ``name``, after which the others are made.
+    """The first layer of the list called ``name``; all its layers are built alike.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if the list is empty.
     """
     for layer in model.get_submodule(name).children():
         return layer

@@ -1,4 +1,4 @@
-"""A plan that says why each entry is there, with one entry for what is alike in every layer."""
+"""A plan that says why each entry is there, with one entry for equal modules of all layers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["DerivedPlan", "by_patterns", "names_all"]
 
 
 class DerivedPlan(dict[str, ParallelStyle]):
-    """A plan, and for each entry why it is there.
+    """A plan that also holds the reason for each entry, and prints as these reasons.
 
     Attributes:
-        reasons: by the plan's keys. Those of modules that are whole on every rank begin with
+        reasons: by the plan's keys. Those of modules that are replicated on every rank begin with
             "whole".
     """
 
@@ -36,11 +36,12 @@ class DerivedPlan(dict[str, ParallelStyle]):
 def by_patterns(
     modules: Iterable[str], styles: Mapping[str, ParallelStyle], reasons: Mapping[str, str]
 ) -> DerivedPlan:
-    """The plan of ``styles``, by module name, with ``*`` for numbers of layers that are alike.
+    """Merge styles into a plan that has ``*`` for the numbers of layers with equal styles.
 
     Args:
         modules: the names of all modules of the model.
-        reasons: for each of the styles.
+        styles: by module name.
+        reasons: the reason for each style, by module name.
     """
     alike: dict[str, list[str]] = defaultdict(list)
     for name in modules:
@@ -57,9 +58,10 @@ def by_patterns(
 
 
 def names_all(plan: Iterable[str], model: nn.Module) -> bool:
-    """Whether a plan's keys are names in a model, and name each module with parameters of its own.
+    """Whether all keys of a plan name modules, and all modules with own parameters are covered.
 
-    Or a module around it, but for the model itself.
+    A module is covered by a key that names it or a module around it; the key ``""``, which names
+    the model itself, does not count.
     """
     names = {name for name, _ in model.named_modules()}
     keys = [key for key in plan if key]
@@ -74,7 +76,7 @@ def names_all(plan: Iterable[str], model: nn.Module) -> bool:
 
 
 def _matches(name: str, key: str) -> bool:
-    """As torch's ``parallelize_module`` reads keys: part by part."""
+    """Match a key part by part, as torch's ``parallelize_module`` does."""
     parts, tokens = name.split("."), key.split(".")
     return len(parts) == len(tokens) and all(map(fnmatch, parts, tokens))
 

@@ -1,4 +1,4 @@
-"""A copy of a model without values, and inputs to try it on."""
+"""Copies of models without values, and sample inputs to try a model on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["ConstantsHaveValues", "Inputs", "copy_without_values", "sample_input
 
 
 def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
-    """A copy whose tensors have shapes and no values; the model stays as it is.
+    """A copy of a model whose tensors have shapes and no values; the model is not changed.
 
     Args:
-        model: on any device, with a plan applied or without.
+        model: on any device, with or without a plan applied.
         mode: the fake mode in which the copy's tensors are made; None for the meta device.
     """
     memo: dict[int, Any] = {}
@@ -58,14 +58,14 @@ def copy_without_values(model: nn.Module, mode: Any = None) -> nn.Module:
 
 
 class ConstantsHaveValues(TorchDispatchMode):
-    """Inside a fake mode: what is made of sizes alone, as a causal mask is, has values.
+    """Inside a fake mode, gives values to tensors made of sizes alone, such as a causal mask.
 
-    ``nn.TransformerEncoder`` asks for those of its mask, to tell whether it is causal.
+    ``nn.TransformerEncoder`` reads the values of its mask to tell whether it is causal.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # The tensors themselves, lest another be given the number of one that is gone.
+        # Holds the tensors, so that the id of a freed one is not taken by another.
         self._made: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
@@ -85,28 +85,28 @@ class ConstantsHaveValues(TorchDispatchMode):
 
 @dataclass
 class Inputs:
-    """Of a model's forward, and the ids among them."""
+    """Arguments of a model's forward, and the token ids among them."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
     ids: Tensor | None = None
 
     def given_to(self, model: nn.Module) -> Any:
-        """What the model returns."""
+        """The model's output for these inputs."""
         return model(*self.args, **(self.kwargs or {}))
 
     def each(self, change: Callable[[Any], Any]) -> Inputs:
-        """The same, with each argument changed."""
+        """These inputs with each argument changed."""
         kwargs = {name: change(x) for name, x in (self.kwargs or {}).items()}
         return Inputs(tuple(map(change, self.args)), kwargs, change(self.ids))
 
     def has_one_of(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is among them."""
+        """Whether a tensor of this shape is among the inputs."""
         given = (*self.args, *(self.kwargs or {}).values())
         return any(isinstance(x, Tensor) and x.shape == shape for x in given)
 
     def without_cache(self, model: nn.Module) -> Inputs:
-        """The same, but that no keys and values are handed back."""
+        """These inputs, with the model told not to return its cached keys and values."""
         if "use_cache" not in inspect.signature(_own_forward(model)).parameters:
             return self
         return replace(self, kwargs={**(self.kwargs or {}), "use_cache": False})
@@ -115,14 +115,18 @@ class Inputs:
 def sample_inputs(
     model: nn.Module, given: Any, batch: int, seq: int, *, values: bool = False
 ) -> Inputs | None:
-    """What a model is to be tried on: what is given, else what its signature says.
+    """Inputs to try a model on: the given ones, else made up from the signature of its forward.
 
     Args:
-        given: a dict of keyword arguments or a tuple of arguments, or one; None if not given.
-        values: leave those of what is given, and make some up: small ids, and noise for images.
+        given: a dict of keyword arguments, a tuple of arguments, or one argument; None to make
+            inputs up.
+        batch, seq: sizes of the inputs that are made up.
+        values: keep the values of given inputs, and make inputs up with values: small ids, and
+            noise for images and sounds. Else inputs have shapes only, and ids are zeros.
 
     Returns:
-        None for a model that takes no ids, images or sounds, or does not say of what size.
+        The inputs, or None for a model that takes no ids, images or sounds, or whose config does
+        not tell their size.
     """
     if isinstance(given, Mapping):
         made = {name: x if values else _without_values(x) for name, x in given.items()}
@@ -140,7 +144,7 @@ def sample_inputs(
         if "input_features" in takes and "decoder_input_ids" in takes:
             return _sounds(model, batch, seq, generator if values else None)
     except AttributeError:
-        return None  # A config that does not say how large they are.
+        return None  # The config does not say how large images or sounds are.
     if made and "input_ids" not in takes:
         return Inputs((), made)
     rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
@@ -156,7 +160,7 @@ def sample_inputs(
 
 
 def _labels(model: nn.Module, ids: Tensor) -> Tensor:
-    """Labels as the loss of transformers' that the model says it has takes them: else of tokens."""
+    """Labels for the ``loss_type`` that a model of transformers names; else the ids themselves."""
     kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
     if kind == "ForSequenceClassification":
         return ids[:, 0] % config.num_labels  # type: ignore[union-attr]
@@ -168,10 +172,10 @@ def _labels(model: nn.Module, ids: Tensor) -> Tensor:
 def _images(
     model: nn.Module, takes: Container[str], batch: int, noise: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """Images, and a class for each.
+    """Images, and a class label for each if the forward takes labels.
 
     Raises:
-        AttributeError: if the model's config does not say of what size.
+        AttributeError: if the model's config does not say how large images are.
     """
     config: Any = model.config
     config = getattr(config, "vision_config", config)
@@ -186,10 +190,10 @@ def _images(
 
 
 def _sounds(model: nn.Module, batch: int, seq: int, noise: torch.Generator | None) -> Inputs:
-    """Spectra for an encoder, as long as its positions and strides say, and a decoder's labels.
+    """Spectra for an encoder, whose length follows from its positions and strides, and labels.
 
     Raises:
-        AttributeError: if the model's config does not say of what size.
+        AttributeError: if the model's config does not say how large they are.
     """
     config: Any = model.config
     strides = [m.stride[0] for m in model.modules() if isinstance(m, nn.Conv1d)]
@@ -207,7 +211,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _own_forward(model: nn.Module) -> Callable[..., Any]:
-    """What its class says, whatever style is put in front of it."""
+    """The forward of a model's own class, below any class that a style put in front of it."""
     kinds: list[Any] = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
     return next(kind for kind in kinds if not kind.__module__.startswith("torch_tp2d.")).forward
 

@@ -1,4 +1,4 @@
-"""What a model is made of, by what it does with its tensors: one forward, traced without values."""
+"""The structure of a model, from what one forward, traced without values, does with tensors."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from .sample import ConstantsHaveValues, copy_without_values, sample_inputs
 __all__ = ["BATCH", "SEQ", "Attention", "Structure", "own_parameters", "structure_of"]
 
 BATCH, SEQ = 11, 13
-"""Sizes of the trace, where no inputs are given: few models have as many heads."""
+"""Sizes of the traced inputs if none are given. Few models have as many heads, so that a dim of
+such a size is not mistaken for one of heads."""
 
 Sources = Mapping[str, frozenset[str]]
-"""The modules that a tensor was made by, and the functions that it has gone through since."""
+"""The modules that a tensor comes from, and the functions that it has gone through since."""
 
 _ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass
 class Attention:
-    """A call of attention, or a softmax of scores that was written out.
+    """A call of ``scaled_dot_product_attention``, or a softmax of scores that a model computes.
 
     Args:
-        module: the one that was running.
-        heads: of the queries.
-        sources: of the queries, the keys and the values; of scores those of all together.
+        module: the name of the module that was running.
+        heads: how many heads the queries have.
+        sources: one for the queries, one for the keys and one for the values; for scores, a single
+            one.
     """
 
     module: str
@@ -43,23 +45,23 @@ class Attention:
     sources: Sequence[Sources]
 
     def given(self) -> set[str]:
-        """All that the queries, keys and values, or scores, were made by."""
+        """All modules that the queries, keys and values, or the scores, come from."""
         return {source for sources in self.sources for source in sources}
 
 
 @dataclass
 class Structure:
-    """What a forward did.
+    """What one forward did.
 
     Args:
-        tokens: batch and sequence, by which ids of tokens and of positions are told.
-        given: of each module that has parameters of its own, in the order of the first calls, what
-            its inputs were made by; ``""`` stands for parameters of the model itself.
-        shapes: of the first input of each, or of the ids that it makes by itself.
-        arguments: of every module, the shapes of the tensors that it was given by name.
+        tokens: the sizes of batch and sequence, which tell ids of tokens from ids of positions.
+        given: by module with parameters of its own, in the order of first calls: what its inputs
+            come from; the source ``""`` stands for parameters of the model itself.
+        shapes: by such a module, the shape of its first input, or of the ids that it makes itself.
+        arguments: by module, the shapes of its tensor arguments, by their names.
         attentions: in the order of their calls.
-        output: what the output was made by.
-        cut: of each projection, how the sizes of its features were told apart first, if they were.
+        output: what the model's output comes from.
+        cut: by projection, the sizes into which its output features were first split, if they were.
     """
 
     tokens: tuple[int, int] = BATCH, SEQ
@@ -70,12 +72,12 @@ class Structure:
     output: dict[str, frozenset[str]] = field(default_factory=dict)
     cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
     picked: set[str] = field(default_factory=set)
-    """The modules of whose output tokens were picked by an index that is a tensor."""
+    """The modules from whose output tokens were picked by a tensor index."""
     loss: str = ""
-    """The name of transformers' loss function, if it was called."""
+    """The name of the loss function of transformers, if it was called."""
 
     def users(self) -> Mapping[str, list[str]]:
-        """Of each module, the modules whose inputs were made of what it gave."""
+        """By module, the modules whose inputs come from its output."""
         found: dict[str, list[str]] = defaultdict(list)
         for user, sources in self.given.items():
             for source in sources:
@@ -84,7 +86,10 @@ class Structure:
 
 
 def own_parameters(module: nn.Module) -> list[str]:
-    """Names of parameters that no module inside has too, as BERT's head has its decoder's bias."""
+    """Names of a module's direct parameters, without those that a module inside it has too.
+
+    BERT's head, for example, has the bias of its decoder as a parameter too.
+    """
     inside = {id(p) for child in module.children() for p in child.parameters()}
     return [n for n, p in module.named_parameters(recurse=False) if id(p) not in inside]
 
@@ -93,18 +98,19 @@ def structure_of(model: nn.Module, inputs: Any = None) -> Structure:
     """Trace one forward of a copy of the model.
 
     Args:
-        inputs: a dict of keyword arguments or a tuple of arguments of the model; None where its
-            signature says enough.
+        inputs: a dict of keyword arguments or a tuple of arguments of the model; None if its
+            signature tells them.
 
     Raises:
-        ValueError: if its signature says too little, or it cannot run without values.
+        ValueError: if the signature does not tell the inputs, or the model cannot run without
+            values.
     """
     try:
         return _traced(model, inputs, labels=True)
     except ValueError:
         if inputs is not None:
             raise
-    # Its own loss may take other labels than were made up for it.
+    # The model's own loss may take other labels than the made-up ones: try without a loss.
     return _traced(model, inputs, labels=False)
 
 
@@ -135,7 +141,7 @@ def _traced(model: nn.Module, inputs: Any, *, labels: bool) -> Structure:
         try:
             with ConstantsHaveValues(), tracer:
                 output = sample.without_cache(model).given_to(copied)
-        except Exception as error:  # Whatever a forward of the user's may raise.
+        except Exception as error:  # A user's forward may raise anything.
             raise ValueError(
                 f"{type(model).__name__} cannot run without values, from which its structure would "
                 f"be seen: {tracer.running or 'it'} raised {type(error).__name__}: "
@@ -146,7 +152,7 @@ def _traced(model: nn.Module, inputs: Any, *, labels: bool) -> Structure:
 
 
 def _tokens_of(model: nn.Module, ids: Tensor | None, tensors: list[Tensor]) -> tuple[int, int]:
-    """Batch and sequence of inputs that are given."""
+    """The sizes of batch and sequence of given inputs."""
     first = next((x for x in (ids, *tensors) if x is not None and x.ndim > 1), None)
     if first is None or 1 in (batch_and_sequence := first.shape[:2]):
         raise ValueError(
@@ -158,20 +164,20 @@ def _tokens_of(model: nn.Module, ids: Tensor | None, tensors: list[Tensor]) -> t
 
 
 def _first_output(output: Any) -> Any:
-    """Logits or hidden states, without what comes beside them."""
+    """The logits or hidden states of a model's output, without its other fields."""
     if isinstance(output, Mapping):
         return output.get("logits", next((x for k, x in output.items() if k != "loss"), None))
     return output[0] if isinstance(output, tuple | list) else output
 
 
 def _shapes(module: nn.Module, args: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
-    """Of the tensors among a forward's arguments."""
+    """The shapes of the tensors among a forward's arguments, by name."""
     given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     return {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}
 
 
 def _has_buffers_for(module: nn.Module, args: Any, output: Any) -> bool:
-    """Whether a module without parameters changes what it is given by buffers, as positions do."""
+    """Whether a module without parameters changes its input by a buffer, as fixed positions do."""
     alike = len(args) > 0 and isinstance(output, Tensor) and isinstance(args[0], Tensor)
     own = any(x.is_floating_point() for x in module.buffers(recurse=False))
     bare = next(module.parameters(), None) is None
@@ -179,7 +185,7 @@ def _has_buffers_for(module: nn.Module, args: Any, output: Any) -> bool:
 
 
 def _start(index: Any) -> int | None:
-    """Where an index begins to slice the last dim, if that is all that it does."""
+    """Where an index of the form ``[..., start:stop]`` starts; None for any other index."""
     if not isinstance(index, tuple) or index[0] is not Ellipsis or len(index) != 2:
         return None
     last = index[1]
@@ -188,23 +194,23 @@ def _start(index: Any) -> int | None:
 
 
 class _Tracer(TorchFunctionMode):
-    """Follows each tensor from the module that made it."""
+    """Follows each tensor from the modules that it comes from."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found = Structure()
         self._running: list[str] = []
-        # With the tensors, lest another be given the number of one that is gone.
+        # Holds the tensors, so that the id of a freed one is not taken by another.
         self._known: dict[int, tuple[Tensor, Sources]] = {}
         self._outputs: dict[int, tuple[Tensor, str]] = {}
 
     @property
     def running(self) -> str:
-        """The innermost module that runs, or that has raised."""
+        """The name of the innermost module that runs, or that has raised."""
         return self._running[-1] if self._running else ""
 
     def knows_own_parameters(self, model: nn.Module) -> None:
-        """The root's are followed as what a module gave that is called ``""``."""
+        """Follow the root's own parameters like outputs of a module called ``""``."""
         for name in own_parameters(model):
             param = getattr(model, name)
             self._known[id(param)] = param, {"": frozenset()}
@@ -235,12 +241,12 @@ class _Tracer(TorchFunctionMode):
                     self._known[id(x)] = x, {name: frozenset()}
 
     def loses(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's loss function is called."""
+        """Call the model's loss function and note its name."""
         self.found.loss = getattr(function, "__name__", "")
         return function(*args, **kwargs)
 
     def merged(self, values: Any) -> dict[str, frozenset[str]]:
-        """What tensors were made by, all together."""
+        """The sources of all the tensors together."""
         found: dict[str, frozenset[str]] = {}
         for x in tree_leaves(values):
             if isinstance(x, Tensor) and id(x) in self._known:
@@ -257,7 +263,7 @@ class _Tracer(TorchFunctionMode):
         if name == _ATTENTION:
             self._attends([*args, *kwargs.values()][:3])
         elif name == "embedding" and self._running:
-            # Of an embedding that makes its positions by itself, given a number of them.
+            # An embedding that makes its position ids itself is not given any: note their shape.
             self.found.shapes.setdefault(self._running[-1], tuple(args[0].shape))
         elif name == "softmax" and isinstance(args[0], Tensor) and args[0].ndim == 4:
             scores = args[0]
@@ -282,7 +288,7 @@ class _Tracer(TorchFunctionMode):
         return out
 
     def _is_picked(self, x: Tensor, index: Any) -> bool:
-        """Whether what a module gave is indexed by a tensor."""
+        """Whether a module's output is indexed by a tensor."""
         return id(x) in self._outputs and any(isinstance(i, Tensor) for i in tree_leaves(index))
 
     def _attends(self, given: Sequence[Tensor]) -> None:
@@ -290,16 +296,16 @@ class _Tracer(TorchFunctionMode):
         self.found.attentions.append(Attention(self._running[-1], given[0].shape[-3], sources))
 
     def _cuts(self, name: str, args: Any, sources: Sources, made: Sequence[Tensor]) -> None:
-        """How the features of a projection are told apart by the first function that they meet."""
+        """Note how the first function after a projection splits its output features."""
         for source, through in sources.items():
             x, known = made[0], self.found.cut.get(source, ())
             if through:
                 continue
             if name == "getitem" and x.ndim == args[0].ndim and _start(args[1]) == sum(known):
-                # Slices of the features, one after the other.
+                # Slices of the features, each of which starts where the one before ends.
                 self.found.cut[source] = (*known, x.shape[-1])
             elif source not in self.found.cut:
-                # Parts one after the other, or the dims of a view.
+                # Several outputs are consecutive parts; else the dims of a view tell the sizes.
                 told = [y.shape[-1] for y in made] if len(made) > 1 else list(x.shape[2:])
                 if x.ndim > 3 or len(made) > 1:
                     self.found.cut[source] = tuple(told)

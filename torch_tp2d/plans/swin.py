@@ -21,10 +21,10 @@ __all__ = ["image_classification_loss", "swin_plan"]
 def image_classification_loss(
     labels: Tensor, pooled_logits: Tensor, config: Any = None, **_: Any
 ) -> Tensor:
-    """What a Hugging Face image classifier calls as ``model.loss_function``: one label an image.
+    """The ``model.loss_function`` of a Hugging Face image classifier: one label for each image.
 
     Args:
-        labels: ``[B]`` class ids, whole on every rank.
+        labels: ``[B]`` class ids, the global ones on every rank.
         pooled_logits: a DTensor ``[B, classes]``.
 
     Returns:
@@ -36,20 +36,32 @@ def image_classification_loss(
 def swin_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     """The plan of ``SwinModel`` and ``SwinForImageClassification``.
 
-    Every rank passes the whole batch of images, and a row of the grid works on its own. Windows of
-    all its images lie in one dim, so between modules tensors are local: this row's, whole along
-    ``tp_col``, on which lie heads and features. Where a stage's heads do not divide over
-    ``tp_col``, each rank computes its part of the projections and, of the attention itself, all
-    heads. ``last_hidden_state``, ``pooler_output`` and ``logits`` are DTensors of the whole batch;
-    hidden states and attentions that are asked for are this row's.
+    Every rank passes the global batch of images, of which each mesh row computes its own. The model
+    puts the windows of all images into one dim, so tensors between modules are local: the images
+    of this mesh row, replicated along ``tp_col``, over which heads and features are split. In a
+    stage whose heads do not divide over ``tp_col``, each rank computes its shard of the projections
+    and all heads of the attention itself. ``last_hidden_state``, ``pooler_output`` and ``logits``
+    are DTensors of the global batch; hidden states and attentions, if asked for, are those of this
+    mesh row.
 
     Args:
-        options: see :class:`Parts`. ``row_dim`` is 0, and the residual stream cannot be split by
-            sequence.
+        model: a ``SwinModel`` or ``SwinForImageClassification``.
+        mesh: named ``("tp_row", "tp_col")``.
+        options: see :class:`Parts`. ``row_dim`` has to be 0, and the residual stream cannot be
+            split by sequence.
+
+    Returns:
+        A dict of module names and styles.
 
     Raises:
-        ValueError: for ``row_dim=1`` or ``sequence_parallel=True``, for dropout or a drop path,
-            for a model with a mask token, and for another model than the two.
+        ValueError: for ``row_dim=1``, ``sequence_parallel=True`` or ``regather_input=True``, for
+            dropout or a drop path, for a model with a mask token, and for any other model.
+
+    Example::
+
+        >>> plan = swin_plan(model, mesh["tp_row", "tp_col"])
+        >>> parallelize_module(model, mesh["tp_row", "tp_col"], plan)
+        >>> model(pixel_values=images, labels=labels).loss.backward()
     """
     parts = Parts(**{"sequence_parallel": False, **options})
     _check(model, mesh, parts)
@@ -65,7 +77,7 @@ def swin_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
     for index, heads in enumerate(config.num_heads):
         stage = f"{base}encoder.layers.{index}"
         block = f"{stage}.blocks.*"
-        # All heads on every rank, where they do not divide.
+        # Every rank has all heads if they do not divide over the columns.
         on_col = Shard(-1) if heads % columns == 0 else Replicate()
         table = Shard(1) if heads % columns == 0 else Replicate()
         into_heads = Colwise2D(output_layouts=on_col, **parts.linear)
@@ -85,7 +97,7 @@ def swin_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
         if index + 1 < len(config.num_heads):
             plan |= {
                 f"{stage}.downsample.norm": Local2D(),
-                # What is merged is wider than what comes of it: less moves than by Colwise2D.
+                # The input is wider than the output, so Rowwise2D moves less than Colwise2D.
                 f"{stage}.downsample.reduction": Rowwise2D(
                     input_layouts=Replicate(), **parts.linear
                 ),

@@ -25,19 +25,20 @@ __all__ = ["HeadBias", "RelativeAttention2D", "t5_plan"]
 
 
 class HeadBias(GridStyle):
-    """A table ``[buckets, heads]`` of what is added to each head's scores: heads over ``tp_col``.
+    """A table ``[buckets, heads]`` of biases of attention scores, split by heads over ``tp_col``.
 
     For an ``nn.Embedding`` inside an attention module whose style is :class:`Attention2D`: the
-    module looks up ids that it makes itself, and gets the numbers of this column's heads. All that
-    crosses the wire is the table's gradient, summed along ``tp_row``.
+    module looks up ids that it makes itself, and gets the biases of this column's heads. Only the
+    table's gradient is communicated: it is summed along ``tp_row``.
 
     Keyword Args:
-        whole: the module sees all heads, as where these do not divide over ``tp_col``; each rank
-            computes a share of them, so the gradient is summed along ``tp_col`` too.
+        whole: replicate the table, so that the module sees all heads, for heads that do not divide
+            over ``tp_col``. Each rank's gradient is then partial along ``tp_col`` too, and is
+            summed along it.
 
     Raises:
         TypeError: when applied to anything but an ``nn.Embedding``.
-        ValueError: if the heads do not divide and ``whole`` is not given.
+        ValueError: if the heads do not divide over ``tp_col`` and ``whole`` is not set.
 
     Example::
 
@@ -85,13 +86,17 @@ class _HeadBiasRunner(Runner):
 class RelativeAttention2D(Attention2D):
     """:class:`torch_tp2d.Attention2D` for T5's attention, which adds a bias to the scores.
 
-    The first block of a stack computes the bias, of this column's heads, by the distances between
-    queries and keys, and hands it on to the others. Where ``tp_row`` splits the sequence
-    (``row_dim=1``) it is that of this row's queries and of all keys.
+    The first block of a stack computes the bias of this column's heads from the distances between
+    queries and keys, and passes it on to the other blocks. If ``tp_row`` splits the sequence
+    (``row_dim=1``), the bias is of this mesh row's queries and all keys.
+
+    Example::
+
+        >>> plan["encoder.block.*.layer.0.SelfAttention"] = RelativeAttention2D(num_heads=8)
     """
 
     def check_positions(self, module: nn.Module, grid: Grid) -> None:
-        """Positions are right in any layout, if the attention itself is.
+        """Accept any layout of the positions in which the attention itself is right.
 
         Raises:
             ValueError: for ``row_dim=1`` if the model does not compute its attention by
@@ -145,7 +150,7 @@ class _RelativeRunner(Runner):
             if position_bias is None:
                 position_bias = part.bias(module)
             if mask is None and module.is_causal and key_value_states is None:
-                # The module would make one of the lengths that it sees.
+                # The module would make a mask for the local lengths.
                 mask = part.causal_mask()
         return self.attention.run(
             module,
@@ -167,12 +172,16 @@ class _RelativeRunner(Runner):
             )
         queries, keys = (size[1] for size in sizes if size is not None)
         rows, index = self.grid.row.split(queries), self.grid.row.index
-        # A row without tokens has one that stands in for none.
+        # A mesh row without tokens has one stand-in token.
         return _Part(sum(rows[:index]), max(1, rows[index]), keys, hidden)
 
 
 class _Part(NamedTuple):
-    """The scores of this row's ``queries``, from ``start`` on, with all ``keys``."""
+    """The part of the scores that this mesh row computes: its queries, and all keys.
+
+    ``queries`` and ``keys`` are numbers of tokens, ``start`` is the position of the first query;
+    ``hidden`` tells dtype and device.
+    """
 
     start: int
     queries: int
@@ -180,7 +189,7 @@ class _Part(NamedTuple):
     hidden: Tensor
 
     def bias(self, module: Any) -> Tensor:
-        """``[1, heads, queries, keys]``, to be added."""
+        """The bias ``[1, heads, queries, keys]``, which is added to the scores."""
         start, queries, keys, hidden = self
         if not module.has_relative_attention_bias:
             return torch.zeros(1, 1, queries, keys, dtype=hidden.dtype, device=hidden.device)
@@ -190,14 +199,14 @@ class _Part(NamedTuple):
         return bias
 
     def causal_mask(self) -> Tensor:
-        """``[1, 1, queries, keys]``, True where a query sees a key."""
+        """The mask ``[1, 1, queries, keys]``, True where a query sees a key."""
         start, queries, keys, hidden = self
         at = torch.arange(start, start + queries, device=hidden.device)
         return (at[:, None] >= torch.arange(keys, device=hidden.device))[None, None]
 
 
 def t5_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
-    """The plan of a T5, of both stacks or of its encoder alone.
+    """The plan of a T5 with both stacks, or with its encoder alone.
 
     Encoder and decoder may have sequences of different lengths. With ``row_dim=1`` the model has
     to compute its attention by ``scaled_dot_product_attention`` (the default in transformers).
@@ -206,7 +215,7 @@ def t5_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
         model: a ``T5ForConditionalGeneration``, ``T5Model`` or ``T5EncoderModel``, with gated
             feed-forward layers or plain ones.
         mesh: named ``("tp_row", "tp_col")``.
-        options: those of :class:`Parts`.
+        options: see :class:`Parts`.
 
     Returns:
         A dict of module names and styles.
@@ -242,7 +251,7 @@ def t5_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             plan[f"{block}.{attention}.k"] = kv
             plan[f"{block}.{attention}.v"] = kv
             plan[f"{block}.{attention}.o"] = o
-        # The first block's; the others are handed what it made of it.
+        # Only the first block has the table; it passes the bias on to the others.
         plan[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"] = HeadBias(
             whole=not divides
         )
