@@ -199,17 +199,22 @@ def _unknown_classes() -> list[bool]:
         cross_entropy(logits, target)
     own = spread(target, mesh, (Shard(0), Replicate())).to_local()
     weights = class_weights(12)
-    seen = [cross_entropy(logits, own), cross_entropy(logits, own, weight=weights)]
-    return [bool(loss.isnan()) for loss in seen]
+    leaf = logits.detach().requires_grad_()
+    seen = [cross_entropy(leaf, own), cross_entropy(logits, own, weight=weights)]
+    seen[0].backward()
+    assert leaf.grad is not None
+    wrong = leaf.grad.full_tensor().isnan().any(-1)
+    return [*(bool(loss.isnan()) for loss in seen), bool(wrong[3, 5])]
 
 
 def test_a_target_that_is_no_class() -> None:
     """It counted with a loss of log(sum(exp)), without a word; torch raises.
 
     Only the row that holds it can tell where targets are local, and it would leave the other row
-    waiting in the sum: all ranks see nan then.
+    waiting in the sum: all ranks see nan then, in the loss and in that token's gradient, which was
+    a finite one of no class at all.
     """
-    assert world.run(4, _unknown_classes) == [[True, True]] * 4
+    assert world.run(4, _unknown_classes) == [[True, True, True]] * 4
 
 
 def _weighted_nothing() -> None:

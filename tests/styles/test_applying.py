@@ -307,6 +307,30 @@ def test_a_norm_replicated_by_default_may_be_named_later() -> None:
     no_difference(world.run(4, _restyled))
 
 
+def _refused_later() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    reference = randomized(Mlp())
+    model = copy.deepcopy(reference)
+    plan = _mlp_plan()
+    del plan["norm"]
+    parallelize_module(model, mesh, plan)
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="no_such_module"):
+        parallelize_module(model, mesh, {"norm": Norm2D(), "no_such_module": Norm2D()})
+    with pytest.raises(TypeError, match="is for nn.Linear"):
+        parallelize_module(model, mesh, {"norm": Colwise2D()})
+    assert all(param is before[name] for name, param in model.named_parameters())
+    return _run_both(reference, model, mesh)
+
+
+def test_a_plan_that_is_refused_leaves_a_default_as_it_was() -> None:
+    """The norm that an earlier call had replicated lost its style, and its gradients their sum.
+
+    It was taken off the mesh before the rest of the plan was checked.
+    """
+    no_difference(world.run(4, _refused_later))
+
+
 def _no_communication() -> None:
     mesh = grid_mesh(2, 2)
     model = Mlp()

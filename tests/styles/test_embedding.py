@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import torch_tp2d
 from support import world
+from support.fake import fake_grid
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
     DEEP,
@@ -357,3 +358,51 @@ def test_embeddings_that_do_more_than_look_up(rows: int, columns: int) -> None:
     """
     for seen in world.run(rows * columns, _oddly_embedded_rank, rows, columns):
         assert max(seen.values()) < 1e-12, seen
+
+
+class _OfOneSample(nn.Module):
+    """Position ids with a batch of one, as GPT-2 writes them."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(11, 8), nn.Embedding(9, 8)
+        self.up, self.first = nn.Linear(8, 8), first
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])[None]
+        x = self.wpe(at) + self.wte(ids) if self.first == "wpe" else self.wte(ids) + self.wpe(at)
+        return self.up(x)
+
+
+def _positions_of_one_sample() -> None:
+    mesh = grid_mesh(2, 1)
+    for first, batch in product(("wte", "wpe"), (3, 4)):
+        model = _OfOneSample(first)
+        plan = {"wte": Rowwise2D(), "wpe": Rowwise2D(), "up": Colwise2D()}
+        parallelize_module(model, mesh, plan)
+        with pytest.raises(ValueError, match=r"positions have no batch.*\[sequence\]"):
+            model(torch.zeros(batch, 5, dtype=torch.long))
+        # Several batches by turns are none of it, nor are positions that say how they lie.
+        model = _OfOneSample(first)
+        plan["wpe"] = Rowwise2D(output_layouts=(Replicate(), Replicate()))
+        parallelize_module(model, mesh, plan)
+        for size in (batch, 1, batch):
+            model(torch.zeros(size, 5, dtype=torch.long))
+
+
+def test_positions_with_a_batch_of_one() -> None:
+    """Their one sample was on the first row alone: the others added zeros to their tokens.
+
+    Loss and gradients were wrong by a half, in silence: what stands in for no sample is broadcast.
+    """
+    world.run(2, _positions_of_one_sample)
+
+
+@pytest.mark.parametrize("style", [Rowwise2D, Colwise2D, torch_tp2d.Replicate])
+def test_ids_that_are_none(style: type[Any]) -> None:
+    """They were looked up as zeros, without a word; torch raises."""
+    with fake_grid(2, 2) as mesh:
+        model = parallelize_module(nn.Embedding(11, 8), mesh, style())
+        for wrong in (11, -1):
+            with pytest.raises(IndexError, match=rf"no id {wrong}: they are 0 to 10"):
+                model(torch.tensor([[0, wrong], [1, 2]]))

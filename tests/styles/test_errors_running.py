@@ -256,3 +256,28 @@ def test_a_loss_on_other_meshes() -> None:
             (str(shape), "(4, 6)", "mesh"),
             lambda shape=shape: target_elsewhere(shape),
         )
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        lambda: Colwise2D(row_dim=1),
+        lambda: Rowwise2D(row_dim=1),
+        lambda: Norm2D(row_dim=1),
+        lambda: Colwise2D(row_dim=1, dataflow="weight_stationary"),
+    ],
+)
+def test_rows_that_split_a_sequence_where_there_is_none(style: Callable[[], Any]) -> None:
+    """``[tokens, features]`` with ``row_dim=1``: the features were taken for the sequence.
+
+    Gradients were the rows' number times too large, in silence, DTensors malformed, or ranks met in
+    different collectives.
+    """
+
+    def make() -> Callable[[], Any]:
+        mesh = mesh_of(2, 1)
+        module = nn.LayerNorm(8) if isinstance(style(), Norm2D) else nn.Linear(8, 12)
+        parallelize_module(module, mesh, style())
+        return lambda: module(torch.ones(4, 8))
+
+    refused((2, 1), ValueError, ("(4, 8)", "[batch, sequence, features]", "row_dim=0"), make)

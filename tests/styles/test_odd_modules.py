@@ -369,33 +369,6 @@ class Mlp(nn.Module):
         return self.down(self.up(x).sin())
 
 
-class Adapted(nn.Module):
-    """A Linear with a low-rank adapter, laid out as peft lays it out."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, 3, bias=False)})
-        self.lora_B = nn.ModuleDict({"a": nn.Linear(3, base.out_features, bias=False)})
-        self.lora_dropout = nn.ModuleDict()
-        self.in_features = base.in_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B["a"](self.lora_A["a"](x))
-
-
-class Gated(nn.Module):
-    """Two projections in one weight, with an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = Adapted(nn.Linear(8, 32)), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(x).chunk(2, -1)
-        return self.down(gate.sin() * up)
-
-
 def _differences(model: nn.Module, reference: nn.Module, rows: int, row: int) -> dict[str, float]:
     """Of the output of this row, and of all gradients."""
     x = torch.randn(4, 3, 8, dtype=torch.float64)
@@ -429,25 +402,6 @@ def test_parametrizing_after_the_plan_is_right() -> None:
     """As the message to those who parametrize before it says."""
     for seen in world.run(4, _parametrized_after_rank):
         assert max(max(one.values()) for one in seen) < 1e-12, seen
-
-
-def _fused_adapter_rank() -> dict[str, float]:
-    mesh = grid_mesh(2, 2)
-    row, _ = mesh.get_coordinate()
-    torch.manual_seed(0)
-    reference = Gated().double()
-    model = copy.deepcopy(reference)
-    torch_tp2d.parallelize_module(model, mesh, {"up": Colwise2D(parts=2), "down": Rowwise2D()})
-    return _differences(model, reference, 2, row)
-
-
-def test_an_adapter_of_a_fused_projection_is_shared_out_alike() -> None:
-    """The adapter's columns were a plain shard, beside the base layer's share of each part.
-
-    Outputs and gradients were wrong without an error.
-    """
-    for seen in world.run(4, _fused_adapter_rank):
-        assert max(seen.values()) < 1e-12, seen
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 2)])

@@ -18,6 +18,7 @@ import torch.distributed.tensor as dt
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from support import world
 from support.fake import fake_grid
@@ -299,5 +300,6 @@ def test_a_recurrence_that_drops_between_its_layers_is_refused() -> None:
     """Each rank would draw masks of its own, and outputs that are whole would differ."""
     with fake_grid(2, 2) as mesh:
         model = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4, num_layers=2, dropout=0.1))
-        with pytest.raises(ValueError, match=r"GRU.*dropout=0.1 between its 2 layers"):
-            parallelize_module(model, mesh, {"1": Replicate()})
+        for style in (Replicate(), SequenceParallel()):
+            with pytest.raises(ValueError, match=r"GRU.*dropout=0.1 between its 2 layers"):
+                parallelize_module(model, mesh, {"1": style})

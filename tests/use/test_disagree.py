@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 import torch_tp2d
@@ -119,6 +120,14 @@ CASES: dict[str, Case] = {
         lambda: (_model(order=("down", "up")), _plan()),
         _usual,
         "rank 2 has a parameter 'down.weight' where ranks 0-1, 3 have a parameter 'up.weight'",
+    ),
+    "another option that only one style has": (
+        lambda: (
+            _model(),
+            {**_plan(), "last": torch_tp2d.Replicate(grad_layouts=(Shard(0), Partial()))},
+        ),
+        lambda: (_model(), {**_plan(), "last": torch_tp2d.Replicate()}),
+        "grad_layouts=(",
     ),
     "frozen": (lambda: (_frozen(), _plan()), _usual, "torch.float64, frozen on rank 2, but"),
     "a plan that one rank refuses": (

@@ -67,25 +67,27 @@ class _TokenLosses(torch.autograd.Function):
             losses = losses + smoothing / vocab * (times * log_sum - totals[2])
         counts = target != ignore_index
         ctx.vocab, ctx.smoothing, ctx.dtype = vocab, smoothing, logits.dtype
+        # For an unknown class torch raises an IndexError, or fails an assertion on the device. Here
+        # a rank that raised alone would leave the others waiting, so all of them get nan.
+        unknown = counts & ((target < 0) | (target >= vocab))
         ctx.save_for_backward(
             exp / totals[0].unsqueeze(-1),
             local,
             mine & counts,
             counts,
+            unknown,
             own_weight,
             target_weight,
             total_weight,
         )
-        # For an unknown class torch raises an IndexError, or fails an assertion on the device. Here
-        # a rank that raised alone would leave the others waiting, so all of them get nan.
-        unknown = (target < 0) | (target >= vocab)
-        return losses.masked_fill(unknown, torch.nan).masked_fill(~counts, 0)
+        return losses.masked_fill(~counts, 0).masked_fill(unknown, torch.nan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        softmax, local, mine, counts, own_weight, target_weight, total_weight = ctx.saved_tensors
+        softmax, local, mine, counts, unknown, *weights = ctx.saved_tensors
+        own_weight, target_weight, total_weight = weights
         smooth = ctx.smoothing / ctx.vocab
         hit = mine.to(softmax.dtype).mul(ctx.smoothing - 1)
         if own_weight is None:
@@ -96,7 +98,7 @@ class _TokenLosses(torch.autograd.Function):
             dlogits = softmax * pull.unsqueeze(-1) - smooth * own_weight
         if dlogits.shape[-1]:
             dlogits = dlogits.scatter_add(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
-        dlogits = dlogits * (grad * counts).unsqueeze(-1)
+        dlogits = dlogits * (grad * counts).masked_fill(unknown, torch.nan).unsqueeze(-1)
         return dlogits.to(ctx.dtype), *(None,) * 7
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..mesh.layouts import STATIONARY, Layout
+from ..mesh.layouts import STATIONARY, TP_COL, Layout
 from ..styles.base import GridStyle
 from ..styles.dropout import Dropout2D
 from ..styles.lifted import Lifted
@@ -61,11 +61,12 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
     if (
         not isinstance(given, Block2DParallel | Colwise2D | Rowwise2D)
         or given.dataflow == STATIONARY
+        or given.axes != TP_COL
     ):
         raise ValueError(
             f"{type(given).__name__} for a layer with adapters, {describe_module(module)}: its "
-            f"adapters follow Colwise2D, Rowwise2D and Block2DParallel with a weight that moves; "
-            f"name base_layer, lora_A.* and lora_B.* one by one"
+            f"adapters follow Colwise2D, Rowwise2D and Block2DParallel along {TP_COL} with a "
+            f"weight that moves; name base_layer, lora_A.* and lora_B.* one by one"
         )
     plain = [
         type(getattr(module, kind)[name]).forward is nn.Linear.forward for kind, name in linears
@@ -79,12 +80,13 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
             f"lora_B {others}: name its parts in the plan one by one, or leave it out of "
             f"target_modules"
         )
-    row_dim, local = given.row_dim, given.use_local_output
+    row_dim = given.row_dim
+    local: dict[str, Any] = {"use_local_output": given.use_local_output, "row_dim": row_dim}
     come, leave = given.input_layouts, given.output_layouts
     if _splits_features(come):
         between = (come[0], Whole()) if _splits_features(leave) else leave
         down: GridStyle = Rowwise2D(
-            input_layouts=come, output_layouts=between, use_local_output=local, row_dim=row_dim
+            input_layouts=come, output_layouts=between, reduce_dtype=given.reduce_dtype, **local
         )
     else:
         between = come
@@ -93,13 +95,14 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
         up: GridStyle = Colwise2D(
             input_layouts=between,
             output_layouts=leave,
-            use_local_output=local,
-            row_dim=row_dim,
+            grad_layouts=given.grad_layouts,
+            reduce_dtype=given.reduce_dtype,
             parts=given.parts,
+            **local,
         )
     else:
         up = Replicate(
-            input_layouts=between, output_layouts=leave, use_local_output=local, row_dim=row_dim
+            input_layouts=between, output_layouts=leave, grad_layouts=given.grad_layouts, **local
         )
     yield "base_layer", module.base_layer, style
     styles = {"lora_A": down, "lora_B": up}

@@ -16,7 +16,7 @@ from .._torch_compat import current_mesh
 from ..mesh.grid import check_mesh
 from ..runtime.context import context_of
 from ..runtime.prefetch import Forward
-from ..styles.base import take_off_grid
+from ..styles.base import Runner, put_on_grid, take_off_grid
 from ..styles.module_kinds import describe_module
 from ..styles.whole_module import WholeRunner
 from .agree import on_all_ranks
@@ -106,30 +106,61 @@ def checked_entries(
         facts += facts_of(module, mesh, entries, src_data_rank)
     # In a second block, since a check may create a grid's process groups, for which all ranks have
     # to have passed the first.
-    with on_all_ranks(mesh):
-        for entry in entries:
-            _undo_default(entry)
-        check_entries(entries, mesh)
-        check_fused(module, [entry[1:] for entry in entries], mesh)
+    defaults = _Defaults()
+    try:
+        with on_all_ranks(mesh):
+            for entry in entries:
+                defaults.undo(entry)
+            check_entries(entries, mesh)
+            check_fused(module, [entry[1:] for entry in entries], mesh)
+    except BaseException:
+        defaults.restore()
+        raise
     return entries
 
 
-def _undo_default(entry: Entry) -> None:
-    """Let a later plan entry restyle a module that an earlier call replicated by default."""
-    module = entry.module
-    runner = module.__dict__.get("_tp2d")
-    if runner is None or is_hook(entry.style):
-        return
-    if not runner.by_default:
-        raise ValueError(
-            f"{entry.name!r}: {describe_module(module)} has a style already "
-            f"({runner.style}): name it in one plan entry"
-        )
-    take_off_grid(module)
-    if not isinstance(runner, WholeRunner):
-        return
-    for owner in module.modules():
-        for name, param in list(owner.named_parameters(recurse=False)):
-            assert isinstance(param, DTensor)
-            plain = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
-            owner.register_parameter(name, plain)
+class _Defaults:
+    """Modules that an earlier call replicated by default and that the plan gives other styles.
+
+    Where the plan is refused they get their styles and parameters back.
+    """
+
+    def __init__(self) -> None:
+        self._runners: list[tuple[nn.Module, Runner]] = []
+        self._params: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._plain: dict[int, nn.Parameter] = {}
+
+    def undo(self, entry: Entry) -> None:
+        """Take an entry's module off the mesh. Parameters that are tied stay tied.
+
+        Raises:
+            ValueError: if its style was asked for, not a default.
+        """
+        module = entry.module
+        runner = module.__dict__.get("_tp2d")
+        if runner is None or is_hook(entry.style):
+            return
+        if not runner.by_default:
+            raise ValueError(
+                f"{entry.name!r}: {describe_module(module)} has a style already "
+                f"({runner.style}): name it in one plan entry"
+            )
+        take_off_grid(module)
+        self._runners.append((module, runner))
+        if not isinstance(runner, WholeRunner):
+            return
+        for owner in module.modules():
+            for name, param in list(owner.named_parameters(recurse=False)):
+                assert isinstance(param, DTensor)
+                self._params.append((owner, name, param))
+                if id(param) not in self._plain:
+                    values = param.to_local().detach()
+                    self._plain[id(param)] = nn.Parameter(values, param.requires_grad)
+                owner.register_parameter(name, self._plain[id(param)])
+
+    def restore(self) -> None:
+        """Undo what :meth:`undo` did."""
+        for owner, name, param in self._params:
+            owner.register_parameter(name, param)
+        for module, runner in self._runners:
+            put_on_grid(module, runner)

@@ -76,6 +76,8 @@ class Context:
         sizes: with an encoder and a decoder, or a block that is recomputed for backward, they are
         those of the module that runs. A user sets them by :class:`~torch_tp2d.token_sizes`.
         """
+        self.embedded: Sizes | None = None
+        """Batch and sequence size of what an embedding split over the rows in this forward."""
         self.running: Pass | None = None
         """The running forward, of a model that :func:`torch_tp2d.parallelize_module` was given."""
         self.gathered = TensorMemo()
@@ -121,6 +123,7 @@ class Context:
 
     def forget(self) -> None:
         """Drop what was kept of a forward; called when one begins or has ended."""
+        self.embedded = None
         self.gathered.clear()
         self.twins.clear()
 

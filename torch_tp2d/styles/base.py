@@ -343,9 +343,12 @@ def check_dims(module: nn.Module, x: Tensor, least: int, wanted: str) -> None:
         ValueError: naming the module and the shape.
     """
     if x.ndim < least:
+        mend = "unsqueeze(0) what is one of them"
+        if least > 2:
+            wanted, mend = "[batch, sequence, features]", "use row_dim=0 for [tokens, features]"
         raise ValueError(
             f"{describe_module(module)} got an input of shape {tuple(x.shape)}, but on a mesh, "
-            f"which splits tokens, it takes {wanted}: unsqueeze(0) what is one of them"
+            f"which splits tokens, it takes {wanted}: {mend}"
         )
 
 

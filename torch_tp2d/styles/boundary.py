@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from ..mesh.grid import Grid, Sizes, describe_mesh
@@ -25,10 +24,11 @@ from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
 from ..runtime.deferred import Gathering, Transfer
 from ..runtime.reductions import of_pass
+from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .module_kinds import describe_module
 
-__all__ = ["Entry", "Exit", "gather_for_module", "reduce_partial", "to_dtensor"]
+__all__ = ["Entry", "Exit", "dims_needed", "gather_for_module", "to_dtensor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     features, whole_grad = entry.features, entry.whole_grad
     given, shape, own_account = x, None, [False, False]
     if isinstance(x, DTensor):
-        x = reduce_partial(x, but="sum")
+        x = canonical(x, sums=True)
         declared = normalize(grid.layout(x, entry.row_dim), x.ndim)
         if x.device_mesh == grid.mesh:
             shape = tuple(x.shape)
@@ -341,36 +341,11 @@ class Exit:
         return to_dtensor(y, wanted, grid, shape, features)
 
 
-class _ReducePartial(torch.autograd.Function):
-    """Reduces partial placements, in the input and in its gradient.
-
-    DTensor's own ``redistribute`` refuses a gradient that is a partial sum where it has reduced a
-    partial average.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, but: str) -> DTensor:
-        return x.redistribute(placements=_reduced(x, but))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor, None]:
-        return grads[0].redistribute(placements=_reduced(grads[0])), None
-
-
-def _reduced(x: DTensor, but: str = "") -> list[Placement]:
-    return [
-        Replicate() if isinstance(p, Partial) and p.reduce_op != but else p for p in x.placements
-    ]
-
-
-def reduce_partial(x: DTensor, *, but: str = "") -> DTensor:
-    """A DTensor without partial placements: sums, averages and maxima over ranks are taken.
-
-    Args:
-        but: a reduction, ``"sum"`` for one, whose partial placements are left as they are.
-    """
-    return x if _reduced(x, but) == [*x.placements] else _ReducePartial.apply(x, but)
+def dims_needed(entry: Entry, exit: Exit) -> int:
+    """The dims of an input of which ``tp_row`` splits a dim of tokens, and not the features."""
+    row = Shard(entry.row_dim)
+    splits = row in (*entry.declared, *entry.wanted, *exit.have, *exit.wanted)
+    return 2 + (entry.row_dim if splits else 0)
 
 
 def to_dtensor(

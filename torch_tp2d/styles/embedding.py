@@ -62,6 +62,7 @@ class EmbeddingRunner(Runner):
         grad_layouts: Layout | None,
     ) -> None:
         self.style = style
+        self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
         self.grid = grid
         self.row_dim = row_dim
         self.does_more = not is_embedding(module)
@@ -141,7 +142,8 @@ class EmbeddingRunner(Runner):
         """The embeddings of ids, in the output's layout, and the shape of the ids."""
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         ids = self.entry.shard(x, module)
-        wanted = self._told(ids.shape)
+        self._check_known(ids, module.weight.shape[0])
+        wanted = self._told(ids.shape, local=local)
         (weight,) = local_shards(module.weight)
         y = embedding2d(ids, weight, self.vocab_start, module.padding_idx)
         return self._exit(self.result, wanted, local=local).output(y, tuple(ids.shape)), ids.shape
@@ -162,17 +164,48 @@ class EmbeddingRunner(Runner):
                 f"all of them, or a DTensor, which says how it is split"
             )
         sizes, whole = embeds.shape[:-1], (Replicate(), Replicate())
-        wanted = self._told(sizes)
+        wanted = self._told(sizes, local=self.use_local_output)
         return self._exit(whole, wanted, local=self.use_local_output).output(embeds, tuple(sizes))
 
-    def _told(self, sizes: torch.Size) -> Layout:
+    def _check_known(self, ids: Tensor, vocab: int) -> None:
+        """Refuse ids that no rank holds, where looking at them costs no wait for a device.
+
+        Raises:
+            IndexError: as torch does, on every rank, since all hold the same ids.
+        """
+        if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
+            return
+        if torch.compiler.is_compiling():
+            return
+        low, high = ids.aminmax()
+        if low < 0 or high >= vocab:
+            raise IndexError(
+                f"{self.here} has no id {int(low if low < 0 else high)}: they are 0 to {vocab - 1}"
+            )
+
+    def _told(self, sizes: torch.Size, *, local: bool) -> Layout:
         """The output's layout for ids of ``sizes``, which are noted as those of the current tokens.
 
         Only ids ``[batch, sequence]`` are noted, and only if ``tp_row`` splits the output.
+
+        Raises:
+            ValueError: for local outputs of one sample and of several in one forward.
         """
-        wanted = self._output_layout(len(sizes))
-        if len(sizes) == 2 and isinstance(wanted[0], Shard):
-            self.grid.context.tokens = tuple(sizes)
+        wanted, context = self._output_layout(len(sizes)), self.grid.context
+        if len(sizes) != 2 or not isinstance(wanted[0], Shard):
+            return wanted
+        if local and wanted[0].dim == 0 and self.grid.row.size > 1 and context.running is not None:
+            before = context.embedded
+            if before is not None and before[0] != sizes[0] and 1 in (before[0], sizes[0]):
+                raise ValueError(
+                    f"{self.here} is given ids {tuple(sizes)} in a forward that embeds {before} "
+                    f"too, but {self.grid.row.name} would split each of the two batches, of which "
+                    f"one sample is on the first row alone: positions have no batch, so give ids "
+                    f"of one dim, [sequence], or the module of the one sample "
+                    f"output_layouts=(Replicate(), Replicate())"
+                )
+            context.embedded = tuple(sizes)
+        context.tokens = tuple(sizes)
         return wanted
 
     def _exit(self, have: Layout, wanted: Layout, *, local: bool) -> Exit:

@@ -22,6 +22,7 @@ from ..ops.dropout import draw_key, dropout
 from ..runtime.context import in_backward
 from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved
 from .boundary import to_dtensor
+from .canonical import canonical
 from .module_kinds import describe_module
 from .surroundings import UNKNOWN, Surroundings, is_of_features, tokens_by_sizes
 
@@ -137,6 +138,7 @@ class Masks:
         """``x``, a DTensor or a local shard, with some elements dropped and the others scaled."""
         key = next_key(self.grid)
         if isinstance(x, DTensor):
+            x = canonical(x, sums=True)
             layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
             shape = x.shape if x.device_mesh == self.grid.mesh else None
             local = x.to_local()

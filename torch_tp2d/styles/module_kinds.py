@@ -64,8 +64,10 @@ def is_conv1d(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         return False
-    named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
-    return named and weight.shape[1] == getattr(module, "nf", None)
+    # Of a module with a style the first forward is the style's.
+    forwards = (kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    own = next(kind.__name__ for kind in forwards if not kind.__module__.startswith("torch_tp2d."))
+    return own == "Conv1D" and weight.shape[1] == getattr(module, "nf", None)
 
 
 def is_patch_embedding(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_
 from ..ops.norm import norm2d
 from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims, local_shards
-from .boundary import Entry, Exit
+from .boundary import Entry, Exit, dims_needed
 from .module_kinds import norm_of
 
 __all__ = ["Norm2D"]
@@ -138,7 +138,7 @@ class _NormRunner(Runner):
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        check_dims(module, x, 2, FEATURES)
+        check_dims(module, x, dims_needed(self.entry, self.exit), FEATURES)
         hidden, sizes = self.norm.hidden, self.grid.sizes_of(x)
         x = self.entry.shard(x, module)
         ready = prepare_parameters(module, self.prepare, self.grid.context)

@@ -132,8 +132,9 @@ class Replicate(GridStyle):
         return runner
 
     def __repr__(self) -> str:
+        grads = "" if self.grad_layouts is None else f", grad_layouts={self.grad_layouts}"
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, "
             f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output}, "
-            f"row_dim={self.row_dim})"
+            f"row_dim={self.row_dim}{grads})"
         )

@@ -15,7 +15,8 @@ from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, normalize
 from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved, Runner, first_tensor, local_shards
-from .boundary import check_handed, reduce_partial, to_dtensor
+from .boundary import check_handed, to_dtensor
+from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .local_math import (
     SumGrads,
@@ -131,7 +132,7 @@ class WholeRunner(Runner):
         elif x.device_mesh != self.grid.mesh:
             layout = self.grid.layout(x, self.row_dim)
             x = to_dtensor(x.to_local(), layout, self.grid)
-        x = self._with_whole_features(reduce_partial(x), given)
+        x = self._with_whole_features(canonical(x), given)
         if self.enforce_input and self.declared is not None:
             placements = self.grid.placements(normalize(self.declared, x.ndim))
             if tuple(x.placements) != tuple(placements):
@@ -180,7 +181,7 @@ class WholeRunner(Runner):
                 y = y.redistribute(placements=target)
         if not use_local:
             return y
-        y = reduce_partial(y)
+        y = canonical(y)
         layout = self.grid.layout(y, self.row_dim)
         shares = self._output_shares(given, layout)
         row, col = (

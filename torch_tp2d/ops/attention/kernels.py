@@ -123,7 +123,7 @@ class _Efficient:
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         query, key, value = map(_aligned, (block.query, block.key, block.value))
         out, log, *_ = efficient_attention(
-            *(query, key, value, _padded(block.bias), True, 0.0, block.causal), scale=block.scale
+            *(query, key, value, _whole_bias(block), True, 0.0, block.causal), scale=block.scale
         )
         log = log.narrow(-1, 0, query.shape[-2])
         if block.bias is not None:
@@ -144,7 +144,7 @@ class _Efficient:
         # returns it unless a graph is captured.
         seed = offset = torch.zeros((), dtype=torch.int64)
         query_grad, key_grad, value_grad, _ = efficient_attention_backward(
-            *(grad, query, key, value, _padded(block.bias), out, log, seed, offset),
+            *(grad, query, key, value, _whole_bias(block), out, log, seed, offset),
             *(0.0, [True, True, True, False], block.causal),
             scale=block.scale,
         )
@@ -164,12 +164,14 @@ def _nothing_seen(bias: Tensor) -> Tensor:
     return (bias == -torch.inf).all(-1)
 
 
-def _padded(bias: Tensor | None) -> Tensor | None:
-    """A bias whose rows have the stride in memory that the efficient kernel requires."""
-    if bias is None or bias.shape[-1] % _MASK_COLUMNS == 0:
-        return bias
-    keys = bias.shape[-1]
-    return F.pad(bias, (0, -keys % _MASK_COLUMNS)).narrow(-1, 0, keys)
+def _whole_bias(block: Block) -> Tensor | None:
+    """A bias as the efficient kernel requires: its rows' stride in memory, one for each head."""
+    bias, keys = block.bias, block.key.shape[-2]
+    if bias is None:
+        return None
+    if keys % _MASK_COLUMNS:
+        bias = F.pad(bias, (0, -keys % _MASK_COLUMNS)).narrow(-1, 0, keys)
+    return bias.expand(*block.query.shape[:-1], keys)
 
 
 FOR_CPU, FLASH, EFFICIENT = _ForCpu(), _Flash(), _Efficient()

@@ -92,7 +92,7 @@ def abt_leaving(
         return _fused_leaving(terms, shards, bias)
     if axis.moves_evenly(sizes):
         return scatter_evenly(_sum_of(terms, bias, others), dim, axis)
-    if not axis.transport.cuts and axis.own_apart:
+    if not axis.transport.cuts and axis.own_apart and others is None:
         return _abt_to_shards(terms, shards, bias)
     c, b = terms[0]
     rest, features = [n for d, n in enumerate(c.shape[:-1]) if d != dim], b.shape[0]

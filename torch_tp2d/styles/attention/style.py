@@ -140,6 +140,14 @@ class Attention2D(GridStyle):
                 )
         self.own_parameters = {name: tuple(dims) for name, dims in (own_parameters or {}).items()}
         self.input_layouts = as_layout(input_layouts, row_layout(row_dim), row=Shard(row_dim))
+        self.given = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "local_attributes": self.local_attributes,
+            "whole_inputs": self.whole_inputs or None,
+            "own_parameters": self.own_parameters or None,
+            "input_layouts": None if input_layouts is None else self.input_layouts,
+        }
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
         for name, dims in self.own_parameters.items():
@@ -261,7 +269,8 @@ class Attention2D(GridStyle):
         return AttentionRunner(self, module, grid)
 
     def __repr__(self) -> str:
+        given = [f", {name}={value!r}" for name, value in self.given.items() if value is not None]
         return (
             f"{type(self).__name__}(row_dim={self.row_dim}, algorithm={self.algorithm!r}, "
-            f"balanced={self.balanced})"
+            f"balanced={self.balanced}{''.join(given)})"
         )

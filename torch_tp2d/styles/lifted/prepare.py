@@ -16,7 +16,8 @@ from ...comm.groups import sends
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, normalize
 from ..base import GridStyle, Resolved, Runner
-from ..boundary import check_handed, gather_for_module, reduce_partial, to_dtensor
+from ..boundary import check_handed, gather_for_module, to_dtensor
+from ..canonical import canonical
 from ..compared_inputs import facts_of_all
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
@@ -173,10 +174,11 @@ class _Hook:
             normalize(layout, value.ndim) for layout in (given.have, given.want)
         )
         if isinstance(value, DTensor):
-            stays = given.have[0] == given.want[0]
-            stays &= not self.grid.layout(value, self.row_dim)[0].is_partial()
-            value = reduce_partial(value, but="sum")
+            on_row = self.grid.layout(value, self.row_dim)[0]
+            value = canonical(value, sums=True)
             known = normalize(self.grid.layout(value, self.row_dim), value.ndim)
+            stays = given.have[0] == given.want[0] and type(on_row) is type(known[0])
+            stays &= not known[0].is_partial()
             if value.device_mesh != self.grid.mesh:
                 if given.is_same:
                     known = have_layout[0], known[1]

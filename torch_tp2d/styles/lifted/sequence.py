@@ -14,6 +14,7 @@ from ..base import GridStyle, Resolved, Runner
 from ..dropout import OTHER_KINDS, Dropout2D
 from ..module_kinds import describe_module
 from ..whole_module import WholeRunner
+from ..whole_samples import check_dropout
 
 __all__ = ["LiftedSequence"]
 
@@ -34,6 +35,7 @@ class LiftedSequence(GridStyle):
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         super().check(module, grid)
+        check_dropout(module, grid)
         if isinstance(module, OTHER_KINDS) and module.p:
             raise ValueError(
                 f"{describe_module(module)} drops more than single elements, which is not defined "

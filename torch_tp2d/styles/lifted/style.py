@@ -183,4 +183,6 @@ class Lifted(GridStyle):
 
     def __repr__(self) -> str:
         rows = f", row_dim={self.row_dim}" if self.row_dim else ""
-        return f"Lifted({self.style!r}, axes={self.axes!r}{rows})"
+        local = self.use_local_output
+        handed = "" if local is None else f", use_local_output={local}"
+        return f"Lifted({self.style!r}, axes={self.axes!r}{handed}{rows})"

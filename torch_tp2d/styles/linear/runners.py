@@ -25,7 +25,7 @@ from ...runtime.context import Sizes
 from ...runtime.prefetch import Prepared, prepare_parameters
 from ...runtime.versions import VersionGuard
 from ..base import FEATURES, Resolved, Runner, check_dims, local_shards, values_of
-from ..boundary import Entry, Exit
+from ..boundary import Entry, Exit, dims_needed
 from ..module_kinds import is_conv1d
 from .options import MatmulOptions
 
@@ -145,7 +145,7 @@ class LinearRunner(_OpRunner):
         return Prepared(weight, bias, gather, sources)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        check_dims(module, x, 2, FEATURES)
+        check_dims(module, x, 2 + self.row_dim, FEATURES)
         ready = None
         if self.in_rounds and not torch.compiler.is_compiling():
             self.entry.check(x, module)
@@ -213,7 +213,7 @@ class StationaryRunner(_OpRunner):
         return Resolved(self.entry.declared, self.exit.wanted, STATIONARY, "collective")
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
-        check_dims(module, x, 2, FEATURES)
+        check_dims(module, x, dims_needed(self.entry, self.exit), FEATURES)
         sizes = self.grid.sizes_of(x)
         x = self.entry.shard(x, module)
         weight, bias = local_shards(module.weight, module.bias)

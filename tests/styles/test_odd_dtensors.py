@@ -1,8 +1,12 @@
-"""Inputs that are Partial, as what is summed, averaged or the largest over tokens that are split.
+"""DTensors as the user's code makes them: partial, as an average of split tokens is, or flattened.
 
 A Linear under ``Replicate()`` took a rank's part of an average for the whole, in silence: outputs
 were right up to the first function that is not linear, gradients never. Others summed averages, and
 a norm or a ``PrepareModuleInput`` raised or did the same.
+
+Tokens that were split over both axes and then flattened lie in a ``_StridedShard``, which is no
+``Shard``: a module under ``Replicate()`` left that axis out of the sum of its gradients (half of
+them was missing, in silence), and others raised.
 """
 
 from __future__ import annotations
@@ -84,6 +88,7 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
     "mean, kept": lambda x: x.mean(1, keepdim=True),
     "sum": lambda x: x.sum(1, keepdim=True),
     "amax": lambda x: x.amax(1),
+    "flat": lambda x: x.flatten(0, 1),
 }
 PLACED = [(Shard(0), Shard(1)), (Shard(1), dt.Replicate()), (Shard(1), Shard(1))]
 
@@ -103,7 +108,13 @@ def _differences(rows: int, columns: int) -> dict[str, str]:
                 case = f"{name} of {reduced} of {placed}"
                 wanted = reference(function(truth))
                 try:
-                    y = model(function(mine))
+                    taken = function(mine)
+                except RuntimeError:
+                    # torch flattens no dims of which the second alone is split.
+                    found[case] = ""
+                    continue
+                try:
+                    y = model(taken)
                 except (ValueError, TypeError) as error:
                     found[case] = str(error)
                     continue

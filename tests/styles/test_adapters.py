@@ -1,0 +1,137 @@
+"""Adapters of rank ``r`` beside a styled Linear, laid out as peft lays them out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import torch_tp2d
+from support import world
+from support.fake import fake_grid
+from support.marks import deep
+from support.models import grid_mesh, relative
+from torch_tp2d import Attention2D, Colwise2D, Lifted, Rowwise2D, attention_projections
+
+
+class Adapted(nn.Module):
+    """A Linear with a low-rank adapter, laid out as peft lays it out."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"a": nn.Linear(3, base.out_features, bias=False)})
+        self.lora_dropout = nn.ModuleDict()
+        self.in_features = base.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["a"](self.lora_A["a"](x))
+
+
+class Gated(nn.Module):
+    """Two projections in one weight, with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(nn.Linear(8, 32)), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(gate.sin() * up)
+
+
+class Attention(nn.Module):
+    """Queries of four heads, keys and values of one, each with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads = 4, 1
+        # A bias of all keys is what softmax takes away: its gradient is rounding.
+        self.q, self.k = Adapted(nn.Linear(8, 8)), Adapted(nn.Linear(8, 2, bias=False))
+        self.v, self.o = Adapted(nn.Linear(8, 2)), Adapted(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+
+def _differences(model: nn.Module, reference: nn.Module, rows: int, row: int) -> dict[str, float]:
+    """Of the output of this row, and of all gradients."""
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    wanted, y = reference(x), model(x.chunk(rows)[row])
+    wanted.sin().sum().backward()
+    y.sin().sum().backward()
+    seen = {"output": relative(y, wanted.chunk(rows)[row])}
+    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
+        seen[name] = relative(ours.grad.full_tensor(), param.grad)
+    return seen
+
+
+def _fused_adapter_rank() -> dict[str, float]:
+    mesh = grid_mesh(2, 2)
+    row, _ = mesh.get_coordinate()
+    torch.manual_seed(0)
+    reference = Gated().double()
+    model = copy.deepcopy(reference)
+    torch_tp2d.parallelize_module(model, mesh, {"up": Colwise2D(parts=2), "down": Rowwise2D()})
+    return _differences(model, reference, 2, row)
+
+
+def test_an_adapter_of_a_fused_projection_is_shared_out_alike() -> None:
+    """The adapter's columns were a plain shard, beside the base layer's share of each part.
+
+    Outputs and gradients were wrong without an error.
+    """
+    for seen in world.run(4, _fused_adapter_rank):
+        assert not {k: v for k, v in seen.items() if not v < 1e-12}
+
+
+def _keys_of_all_columns(rows: int, columns: int) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    torch.manual_seed(0)
+    reference = Model().double()
+    model = copy.deepcopy(reference)
+    q, kv, o = attention_projections(
+        4, 1, columns, output_layouts=Replicate(), use_local_output=True
+    )
+    plan: dict[str, Any] = {"attention": Attention2D(), "attention.q": q}
+    plan |= {"attention.k": kv, "attention.v": kv, "attention.o": o}
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    return _differences(model, reference, rows, mesh.get_local_rank("tp_row"))
+
+
+@pytest.mark.parametrize("grid", [(2, 2), deep((1, 4)), deep((1, 2))])
+def test_adapters_of_keys_that_every_column_holds(grid: tuple[int, int]) -> None:
+    """Their gradients were one column's, in silence, and the columns' adapters drifted apart.
+
+    A key head that does not divide is replicated and used by each column for queries of its own,
+    so its gradient is partial. The base layer was told so (``grad_layouts``), its adapter was not.
+    """
+    for seen in world.run(grid[0] * grid[1], _keys_of_all_columns, *grid):
+        assert not {k: v for k, v in seen.items() if not v < 1e-12}
+
+
+def test_adapters_across_other_axes_are_refused() -> None:
+    """They were laid out along ``tp_col``, whatever the base layer's axes."""
+    with fake_grid(2, 2) as mesh, pytest.raises(ValueError, match="lora_A.* one by one"):
+        plan = {"up": Lifted(ColwiseParallel(), axes="tp_row"), "down": Rowwise2D()}
+        torch_tp2d.parallelize_module(Gated(), mesh, plan)
