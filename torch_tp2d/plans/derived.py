@@ -25,6 +25,7 @@ from ..parallelize.resolve import features_of
 from ..styles.local import Local2D
 from ..styles.module_kinds import describe_module, embeds, is_conv1d, is_linear
 from ..styles.replicated import Replicate
+from .attention_facts import AttentionFacts
 from .losses import LossFunction, causal_lm_loss
 from .methods import AsTransformers
 from .parts import Parts
@@ -143,7 +144,9 @@ class _Derivation:
             self._is_projection(source)
             and self._of_tokens(source)
             and source not in self.styles
-            and source not in self.seen.output
+            and source not in self.seen.returned
+            # What is the same for every sample, as positions are, has no batch for tp_row to split.
+            and self.seen.shapes[source][0] == self.seen.shapes[name][0]
             and {user for user in self.users[source] if not self._is_vectors(user)} == {name}
             for source in group
         )
@@ -161,7 +164,8 @@ class _Derivation:
             parts, cut = self._widths(source)[1] / width, through[source] & _IN_PARTS
             if through[source] & _PRODUCTS:
                 raise self._unclear(close, f"its attention to {_listed(group)} is not understood")
-            if through[source] - _ONE_BY_ONE - cut or parts not in ((1, 2, 3) if cut else (1,)):
+            met = through[source] | self.seen.functions[source]
+            if met - _ONE_BY_ONE - cut or parts not in ((1, 2, 3) if cut else (1,)):
                 return
         for source in group:
             parts = self._widths(source)[1] // width
@@ -179,9 +183,11 @@ class _Derivation:
         where = _common([call.module, *group])
         if width % call.heads or not where:
             raise self._unclear(close, f"{width} features of {call.heads} heads, of {group}")
-        given: dict[str, Any] = {"whole_inputs": self._whole_inputs(where, call.heads)}
-        own = self._own_of_heads(where, call.heads, size)
-        given |= {"own_parameters": own} if own else {}
+        facts = AttentionFacts(self.seen, self.modules[where], where, call.heads, size)
+        try:
+            given = facts.options({*group, close})
+        except ValueError as error:
+            raise self._unclear(where, str(error)) from None
         if len(group) == 1:
             style, opens = self._of_fused(group[0], call.heads, width, given)
         else:
@@ -203,40 +209,10 @@ class _Derivation:
         if close not in self.styles:
             self._name(close, self.parts.rowwise(), f"closes the heads of {where}")
 
-    def _whole_inputs(self, where: str, heads: int) -> dict[str, tuple[str | None, ...]]:
-        """What the dims of an attention's global inputs mean, where it cannot tell by itself."""
-        found: dict[str, tuple[str | None, ...]] = {}
-        for name, shape in self.seen.arguments.get(where, {}).items():
-            if shape[:1] == (heads * self.batch,) and heads > 1:
-                raise self._unclear(
-                    where, f"its argument {name} {shape} has the batch and its heads in one dim"
-                )
-            if len(shape) > 1 and shape[0] == heads != self.batch:
-                # A bias for each head, the same for all samples, such as one of token distances.
-                found[name] = ("heads", *(None,) * (len(shape) - 1))
-        return found
-
     def _by_heads(self, name: str, size: int) -> bool:
         """Whether a projection is viewed as heads of ``size`` features, or its view is unknown."""
         cut = self.seen.cut.get(name)
         return cut is None or cut == (self._widths(name)[1] // size, size)
-
-    def _own_of_heads(self, where: str, heads: int, size: int) -> dict[str, tuple[str | None, ...]]:
-        """Whether the dim of each of an attention's own parameters is heads, or a head's features.
-
-        Raises:
-            ValueError: for a parameter that may be either, or is something else.
-        """
-        module = self.modules[where]
-        own = {name: tuple(getattr(module, name).shape) for name in own_parameters(module)}
-        told = {(heads,): "heads", (size,): None} if heads != size else {}
-        if any(shape not in told for shape in own.values()):
-            raise self._unclear(
-                where,
-                f"an attention with parameters of its own, {own}: say what their dims are, "
-                f"Attention2D(own_parameters=)",
-            )
-        return {name: (told[shape],) for name, shape in own.items()}
 
     def _of_fused(
         self, name: str, heads: int, width: int, given: dict[str, Any]

@@ -71,6 +71,10 @@ class Structure:
     attentions: list[Attention] = field(default_factory=list)
     output: dict[str, frozenset[str]] = field(default_factory=dict)
     cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    returned: set[str] = field(default_factory=set)
+    """The modules from which any part of what the model returns comes."""
+    functions: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By source, the functions that took what was made of it, outside of projections."""
     picked: set[str] = field(default_factory=set)
     """The modules from whose output tokens were picked by a tensor index."""
     loss: str = ""
@@ -148,6 +152,7 @@ def _traced(model: nn.Module, inputs: Any, *, labels: bool) -> Structure:
                 f"{str(error).partition(chr(10))[0]}"
             ) from error
     tracer.found.output = tracer.merged(_first_output(output))
+    tracer.found.returned = {*tracer.merged(output)}
     return tracer.found
 
 
@@ -200,6 +205,7 @@ class _Tracer(TorchFunctionMode):
         super().__init__()
         self.found = Structure()
         self._running: list[str] = []
+        self._is_projection: list[bool] = []
         # Holds the tensors, so that the id of a freed one is not taken by another.
         self._known: dict[int, tuple[Tensor, Sources]] = {}
         self._outputs: dict[int, tuple[Tensor, str]] = {}
@@ -215,8 +221,13 @@ class _Tracer(TorchFunctionMode):
             param = getattr(model, name)
             self._known[id(param)] = param, {"": frozenset()}
 
+    @property
+    def _in_projection(self) -> bool:
+        return self._is_projection[-1] if self._is_projection else False
+
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._running.append(name)
+        self._is_projection.append(is_linear(module) or is_conv1d(module))
         self.found.arguments.setdefault(name, _shapes(module, args, kwargs))
         if own_parameters(module):
             self._given_to(name, args, kwargs)
@@ -231,6 +242,7 @@ class _Tracer(TorchFunctionMode):
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._running.pop()
+        self._is_projection.pop()
         if _has_buffers_for(module, args, output):
             self._given_to(name, args, kwargs)
         if own_parameters(module) and isinstance(output, Tensor):
@@ -278,6 +290,9 @@ class _Tracer(TorchFunctionMode):
         elif made and name not in ("get", "set"):
             sources = self.merged((args, kwargs))
             self._cuts(name, args, sources, made)
+            if not self._in_projection:
+                for source in sources:
+                    self.found.functions[source].add(name)
             for x in made:
                 before = self.merged(x)
                 through = {s: t | {name} for s, t in {**before, **sources}.items()}
