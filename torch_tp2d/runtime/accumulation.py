@@ -121,13 +121,15 @@ class Accumulation:
 
     def settle(self) -> None:
         """After the last backward: reduce the kept gradients of modules that were not in it."""
-        self._weights.clear()
-        while self._gradients:
-            # In the order in which they were kept, which is that of every rank.
-            module = next(iter(self._gradients))
-            part, finish = self._gradients.pop(module)
-            finish(part)
-        self._let_step()
+        try:
+            while self._gradients:
+                # In the order in which they were kept, which is that of every rank.
+                module = next(iter(self._gradients))
+                part, finish = self._gradients.pop(module)
+                finish(part)
+        finally:
+            # Of a step that failed nothing is left for the next.
+            self.discard()
 
     def _let_step(self) -> None:
         if self._steps is not None:

@@ -176,12 +176,18 @@ class Call:
 
     def _finish(self, part: Tensor) -> None:
         """Reduce the kept gradient of a module that the last micro-batch has not used."""
-        assert self.operand is not None
-        op = self.op
+        assert self.operand is not None and self.param is not None
+        op, param = self.op, self.param.param
         grad = op.as_b(op.sum_over_rows(part).wait())
-        with torch.enable_grad():
-            weight = self.operand()
-        torch.autograd.backward(weight, grad.to(weight.dtype).contiguous())
+        # It may have been frozen since; what was kept is of when it was not.
+        learns = param.requires_grad
+        param.requires_grad_()
+        try:
+            with torch.enable_grad():
+                weight = self.operand()
+            torch.autograd.backward(weight, grad.to(weight.dtype).contiguous())
+        finally:
+            param.requires_grad_(learns)
 
 
 class Needs(NamedTuple):
