@@ -158,6 +158,13 @@ FOUND = {
         Op(what='change', index=11, how='foreach'), Op(what='hold'), Op(model=1, size=(3, 5),
         again='local', index=6), Op(what='backward', last=True)), fsdp='reshard')
     """,
+    # A DTensor on both axes was refused for how it was placed on the one that has one rank.
+    "one token on both axes of which one has one rank": """
+        Program(grid=(4, 1), models=(Model(stream='tokens', axes='both',
+        blocks=(Mlp(between='whole', after='tokens', fused=True, up=How(style='replicate',
+        local=False), down=How(style='local')),)),), use=(Op(size=(5, 1), mode='inference',
+        twice=(0,)),))
+    """,
     # Values of the encoder's told the tokens of what they make of the decoder's queries.
     "cross attention of cross attention": """
         Program(grid=(1, 4), models=(Model(stream='tokens', embed=Embed(),

@@ -89,6 +89,9 @@ class Grid:
                         f"redistribute it first"
                     )
                 return second, first
+            if 1 in self.mesh.shape:
+                # On an axis of one rank a placement says nothing.
+                first = second = x.placements[0 if self.mesh.shape[1] == 1 else 1]
             if first != second:
                 raise ValueError(
                     f"a style on {self.axes} takes a DTensor placed alike on both axes, but got "
