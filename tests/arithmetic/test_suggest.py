@@ -12,16 +12,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing._internal.distributed._tensor.common_dtensor import (
+    FeedForward,
+    ModelArgs,
+    Transformer,
+)
 
 import torch_tp2d
 from support import world
 from support.marks import deep
-from support.models import batch, loss_of, plan_dtensor, relative, transformer
+from support.models import (
+    DoubleTransformer,
+    batch,
+    loss_of,
+    plan_dtensor,
+    relative,
+    transformer,
+)
 from torch_tp2d import Colwise2D, suggest
 from torch_tp2d.__main__ import main
 from torch_tp2d.planner import search
-from torch_tp2d.planner.candidates import Way
+from torch_tp2d.planner.candidates import Candidate, Way
 from torch_tp2d.planner.machine import Machine, calibrate, read_link, read_size
 from torch_tp2d.planner.simulate import simulate
 from torch_tp2d.planner.step import NO_PLAN, Case, run_step
@@ -149,6 +161,63 @@ def test_layers_are_told_from_few() -> None:
         assert found[name].bytes == whole.total_bytes
         assert found[name].memory.parameters == whole.memory.parameters
         assert abs(found[name].memory.peak / whole.memory.peak - 1) < 0.02
+
+
+class _TwoLists(DoubleTransformer):
+    """Two lists of equal layers that cost differently, as an encoder and a decoder do."""
+
+    def __init__(self, wide: int, narrow: int) -> None:
+        args = {"vocab_size": 8, "dim": HIDDEN, "n_heads": 4, "max_seq_len": 16, "dropout_p": 0.0}
+        super().__init__(ModelArgs(n_layers=wide, **args))
+        self.more = Transformer(ModelArgs(n_layers=narrow, **args)).layers
+        for layer in self.more:
+            layer.feed_forward = FeedForward(HIDDEN, HIDDEN // 2, 0.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(tokens.shape[1]))
+        for layer in (*self.layers, *self.more):
+            h = layer(h)
+        return self.output(self.norm(h))
+
+
+def _plan_of_lists(model: nn.Module, mesh: Any) -> dict[str, Any]:
+    plan = plan_dtensor()
+    more = {name.replace("layers.", "more."): plan[name] for name in plan if "layers." in name}
+    return plan | copy.deepcopy(more)
+
+
+@pytest.mark.parametrize(
+    "wide,narrow,way",
+    [
+        (6, 5, Way("TP", (1, 1, 2), "auto")),
+        *(deep(12, 6, Way("2-D", (1, 2, 1), "auto", keep=keep)) for keep in (True, False)),
+        *(deep(12, 4, Way("FSDP2", (2, 1, 1), keep=keep)) for keep in (True, False)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_layers_of_lists_of_different_lengths(
+    wide: int, narrow: int, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 layers and 6 it told the parameters, bytes, time and memory of 12 and 12.
+
+    Nine more were added of each list, since the length of the longest stood for all.
+    """
+    model, machine = _TwoLists(wide, narrow), Machine(flops=1e9, memory_rate=1e9, link=1e7)
+
+    def told() -> Candidate:
+        case = Case(None, _plan_of_lists, 4, 16)
+        return search.Search(model, case, machine, None, "adamw").predict(way)
+
+    few = told()
+    plan = NO_PLAN if few.plan is None else few.plan
+    whole = torch_tp2d.describe(
+        model, way.mesh_shape, plan, batch=4, seq=16, reshard_after_forward=not way.keep
+    )
+    assert few.memory.parameters == whole.memory.parameters
+    assert few.bytes == whole.total_bytes
+    assert abs(few.memory.peak / whole.memory.peak - 1) < 0.02
+    monkeypatch.setattr(search, "FEW", 100)  # All layers are run.
+    assert abs(few.seconds / told().seconds - 1) < 0.01
 
 
 @pytest.mark.deep

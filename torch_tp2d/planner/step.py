@@ -67,7 +67,7 @@ class Case:
         reshard: whether FSDP2, if there is a data-parallel axis, frees gathered weights after
             forward.
         rates: the rates by which ``"auto"`` chooses.
-        layers: how many of each list of equal layers are run at most.
+        layers: by the name of a list of equal layers, how many of them are run; None for all.
         recompute: whether layers are recomputed for backward.
         micro_batches: how many micro-batches a step has; together they are ``batch``.
         reduce_each: whether each micro-batch gathers weights and reduces gradients; else this is
@@ -85,7 +85,7 @@ class Case:
     loss: Callable[[Any], Tensor] | None = None
     reshard: bool = True
     rates: Rates | None = None
-    layers: int | None = None
+    layers: Mapping[str, int] | None = None
     recompute: bool = False
     micro_batches: int = 1
     reduce_each: bool = False
