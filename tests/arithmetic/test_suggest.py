@@ -34,7 +34,7 @@ from torch_tp2d import Colwise2D, suggest
 from torch_tp2d.__main__ import main
 from torch_tp2d.planner import search
 from torch_tp2d.planner.candidates import Candidate, Way
-from torch_tp2d.planner.machine import Machine, calibrate, read_link, read_size
+from torch_tp2d.planner.machine import Machine, calibrate, machine_of, read_link, read_size
 from torch_tp2d.planner.simulate import simulate
 from torch_tp2d.planner.step import NO_PLAN, Case, run_step
 from torch_tp2d.planner.trace import Compute, Start, Wait
@@ -115,6 +115,23 @@ def test_rates_and_sizes_are_read() -> None:
             read_link(wrong)
     with pytest.raises(ValueError, match="memory is a size"):
         read_size("much")
+
+
+def test_nodes_and_transport_of_any_machine() -> None:
+    """They were ignored beside a Machine, and within nodes of this machine transfers were free.
+
+    Only a device of the table was given them; of this machine the rate within a node stayed
+    infinite, its default.
+    """
+    node = replace(ONE, near=2.0)
+    machine, _ = machine_of(node, 4, 8, "gloo", torch.float32)
+    assert machine == replace(node, link=4.0, per_node=8, transport="gloo")
+    assert machine.rate(8) == ("near", 2.0) and machine.rate(9) == ("link", 4.0)
+    assert machine_of(None, 4, None, "nccl", torch.float32)[0].transport == "nccl"
+    for device in (None, ONE):
+        with pytest.raises(ValueError, match=r"per_node=8 says .* near="):
+            machine_of(device, 4, 8, None, torch.float32)
+    assert machine_of("h100", 4, 8, None, torch.bfloat16)[0].rate(8) == ("near", 0.8 * 450e9)
 
 
 HIDDEN = 64

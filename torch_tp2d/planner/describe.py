@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import GLOO, NCCL, transport_of
+from ..comm import NCCL, transport_of
 from ..mesh.grid import describe_mesh
 from ..parallelize.table import LayoutRow
+from .machine import check_transport
 from .rates import Rates
 from .sandbox import AXES
 from .step import Case, PlanLike, Step, run_step
@@ -268,8 +269,7 @@ def _shape_of(
     mesh: Any, plan: PlanLike, transport: str | None, rank: int
 ) -> tuple[tuple[int, ...] | None, str]:
     """The shape of the mesh (None if a plan was applied already), and the transport."""
-    if transport not in (None, GLOO.name, NCCL.name):
-        raise ValueError(f'transport is "{NCCL.name}" or "{GLOO.name}", not {transport!r}')
+    check_transport(transport)
     if mesh is None:
         if plan is not None:
             raise ValueError(

@@ -63,7 +63,8 @@ def suggest(
         device: a name of :data:`torch_tp2d.planner.machine.DEVICES` (``"h100"``), or a
             :class:`~torch_tp2d.planner.machine.Machine`; by default this machine is measured, and
             its link too if there is a process group.
-        per_node: number of devices in a node, between which the device's own link is used.
+        per_node: number of devices in a node, between which the device's own link is used; of a
+            ``Machine`` that is its ``near``. On this machine no such link is measured.
         transport: ``"nccl"`` or ``"gloo"``; by default the device's.
         plan: a plan, or a function of a model and a mesh that returns one; its styles keep their
             algorithm. By default that of :func:`torch_tp2d.plan_for`.
