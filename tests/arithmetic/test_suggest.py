@@ -313,6 +313,9 @@ def test_memory_rules_out_and_it_says_what_would_fit() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no devices": ({"world_size": 0}, ValueError, "world_size is a number"),
+    "a misspelt transport": ({"transport": "ncll"}, ValueError, '"nccl" or "gloo", not \'ncll\''),
+    "nodes of fewer than none": ({"per_node": -3}, ValueError, "per_node is a number, at least 1"),
+    "a node of nothing": ({"device": "h100", "per_node": 0}, ValueError, "per_node is a number"),
     "a device of no table": ({"device": "tpu"}, ValueError, "'h100'"),
     "no link": ({"device": None}, ValueError, 'say link="400gbit"'),
     "too many devices": (
@@ -335,6 +338,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("given,error,said", BAD.values(), ids=BAD)
 def test_what_cannot_be_suggested(given: Any, error: type[Exception], said: str) -> None:
+    """A misspelt transport changed the answer in silence, and -3 devices of a node were taken.
+
+    Neither was looked at, so that one was no gloo, and the other no node.
+    """
     wanted = {"world_size": 2, "batch": 4, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
     wanted |= given
     with pytest.raises(error, match=said):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..plans import plan_for
 from .candidates import Suggestion
 from .describe import OPTIMIZERS
-from .machine import Machine, machine_of, read_size
+from .machine import Machine, check_transport, machine_of, read_size
 from .sandbox import fake_mesh
 from .search import Search
 from .step import Case, PlanLike
@@ -93,6 +93,7 @@ def suggest(
     if not isinstance(model, nn.Module):
         raise TypeError(f"suggest takes a module, not {type(model).__name__}")
     counts = {"world_size": world_size, "batch": batch, "seq": seq, "micro_batches": micro_batches}
+    counts |= {} if per_node is None else {"per_node": per_node}
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name} is a number, at least 1, not {count!r}")
@@ -101,6 +102,7 @@ def suggest(
             f"a batch of {batch} does not divide into {micro_batches} micro-batches: batch is of "
             f"the whole step"
         )
+    check_transport(transport)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is one of {sorted(OPTIMIZERS)}, not {optimizer!r}")
     if plan is None:
