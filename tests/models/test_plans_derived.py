@@ -367,6 +367,47 @@ def test_parameters_of_an_attention(rows: int, columns: int) -> None:
     assert max(world.run(rows * columns, _unheard, rows, columns, Sinking)) < TOLERANCE
 
 
+class Gain(nn.Module):
+    """A norm that is given a scalar, before its tokens or after them."""
+
+    def __init__(self, features: int = HIDDEN) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, features))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.weight * x * y
+
+
+class Gained(Unheard):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.stages[0].act = Gain(24)
+        self.stages[0].after = Gain()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        stage, half = self.stages[0], torch.tensor(0.5)
+        gate, up = stage.both(self._of(stage.after, x, half, "norm")).chunk(2, -1)
+        x = x + stage.mixer(stage.before(x))
+        x = x + stage.out(self._of(stage.act, gate, half, "act") * up)
+        return self.guess(self.last(self.stages[1](x)))
+
+    def _of(self, module: nn.Module, x: Tensor, scale: Tensor, name: str) -> Tensor:
+        return module(scale, x) if name == self.where else module(x, scale)
+
+
+@pytest.mark.parametrize("where,name", [("norm", "after"), ("act", "act"), ("nowhere", "")])
+def test_a_scalar_before_the_tokens_is_refused(where: str, name: str) -> None:
+    """``plan_for`` raised an IndexError of the scalar's shape, which has no sizes of tokens."""
+    with fake_grid(2, 2) as mesh:
+        if not name:
+            assert plan_for(Gained(where), mesh)
+            return
+        with pytest.raises(ValueError, match=rf"stages.0.{name}, Gain.*a scalar before its tokens"):
+            plan_for(Gained(where), mesh)
+
+
 class _Odd(Unheard):
     def __init__(self, case: str) -> None:
         super().__init__()
