@@ -57,6 +57,28 @@ class Sinks(Mixer):
         return self.back((probabilities @ v).transpose(1, 2).flatten(2))
 
 
+class ByNames(Mixer):
+    """Attention whose functions are called by keywords, in an order of their own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.into = nn.Linear(HIDDEN, HIDDEN)
+        self.keys, self.values = nn.Linear(HIDDEN, HIDDEN // 2), nn.Linear(HIDDEN, HIDDEN // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
+            for layer in (self.into, self.keys, self.values)
+        )
+        if self.how == "softmax":
+            scores = q @ k.repeat_interleave(2, 1).mT
+            y = torch.softmax(dim=-1, input=scores) @ v.repeat_interleave(2, 1)
+        else:
+            y = F.scaled_dot_product_attention(value=v, key=k, query=q, enable_gqa=True)
+        return self.back(y.transpose(1, 2).flatten(2))
+
+
 class Swish(nn.Module):
     """An activation that learns how steep it is, feature by feature."""
 
@@ -347,6 +369,26 @@ guess                the head, by its vocabulary"""
     )
     assert "parts=3" in str(plan["stages.*.mixer.into"])
     assert "parts=2" in str(plan["stages.*.both"])
+
+
+class Named(Unheard):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        for stage in self.stages:
+            stage.mixer = ByNames(how)
+
+
+@pytest.mark.parametrize("how", ["softmax", "attention"])
+def test_arguments_are_read_by_name(how: str) -> None:
+    """``softmax(input=x)`` raised an IndexError, and values given first counted as the queries.
+
+    The attention then had as many heads as the values. Arguments were read by their places.
+    """
+    with fake_grid(2, 2) as mesh:
+        plan = plan_for(Named(how), mesh)
+    assert isinstance(plan, DerivedPlan)
+    assert plan.reasons["stages.*.mixer"] == f"attention of {HEADS} heads"
+    assert plan.reasons["stages.*.mixer.back"] == "closes the heads of stages.*.mixer"
 
 
 class Sinking(Unheard):
