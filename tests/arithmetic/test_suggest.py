@@ -269,6 +269,36 @@ def test_of_very_many_meshes_those_that_move_least_are_tried(
     assert tight.best.memory.peak <= least.memory.peak
 
 
+def test_a_way_that_cannot_be_run_ends_no_search() -> None:
+    """A TypeError of one candidate's style ended it; and a way that ran was listed as not run.
+
+    Only other errors were caught. What could not be run was known by its name alone, which its
+    variant of another algorithm has, too.
+    """
+
+    def plan(model: nn.Module, mesh: Any) -> dict[str, Any]:
+        if mesh.shape == (1, 2):
+            raise TypeError("no style for this")
+        return plan_dtensor()
+
+    class Keeps(search.Search):
+        def predict(self, way: Way) -> Candidate:
+            if not way.keep:
+                raise ValueError("it has to keep them")
+            return super().predict(way)
+
+    given = Case(None, plan, 4, 16), LINKS_ALONE, None, "adamw"
+    tried = Keeps(_model(16), *given)
+    names = {each.name for each in tried.run(2)}
+    assert names == {"FSDP2 2", "2-D 2x1"}
+    assert tried.refused == {
+        "TP 2 (auto)": "no style for this",
+        "2-D 1x2 (auto)": "no style for this",
+        "FSDP2 2 (weights gathered again)": "it has to keep them",
+        "2-D 2x1 (auto, weights gathered again)": "it has to keep them",
+    }
+
+
 @pytest.mark.deep
 def test_micro_batches_gather_weights_once() -> None:
     """Or each, in less memory; what is told of five is what five do, as of three."""

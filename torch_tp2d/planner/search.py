@@ -191,16 +191,17 @@ class Search:
             self.tried.add(way)
             try:
                 self.found[way] = self.predict(way)
-            except (ValueError, RuntimeError) as error:
-                # A model, or DTensor, raises RuntimeErrors on shards that do not suit it.
-                self.refused[way.name] = str(error).partition("\n")[0]
+            except (ValueError, TypeError, RuntimeError) as error:
+                # A style may refuse a module by a TypeError, and a model, or DTensor, raises
+                # RuntimeErrors on shards that do not suit it.
+                self.refused[way.full_name] = str(error).partition("\n")[0]
         return way in self.found
 
     def predict(self, way: Way) -> Candidate:
         """Predict what a way would cost.
 
         Raises:
-            ValueError, RuntimeError: if it cannot be run.
+            ValueError, TypeError, RuntimeError: if it cannot be run.
         """
         replicas = way.shape[0]
         if self.case.batch % replicas:
