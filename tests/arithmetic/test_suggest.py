@@ -454,16 +454,24 @@ def test_the_command_line() -> None:
 
 
 def test_a_config_of_transformers_is_a_model(tmp_path: Path) -> None:
+    """A file not called ``config.json`` was refused: its folder was looked into for one."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=64)
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
-    for name in (tmp_path, tmp_path / "config.json"):
-        sizes = ("--batch", "4", "--seq", "16")
+    alone = tmp_path / "alone" / "tiny.json"
+    alone.parent.mkdir()
+    alone.write_text((tmp_path / "config.json").read_text())
+    sizes = ("--batch", "4", "--seq", "16")
+    for name in (tmp_path, tmp_path / "config.json", alone):
         status, out, err = _command("describe", str(name), "--mesh", "2x2", *sizes)
         assert status == 0 and "transformer.h.0.mlp.c_fc" in out, err
     status, _, err = _command("describe", str(tmp_path / "none"), "--mesh", "2x2", *sizes)
     assert status == 2 and "package.module:function" in err
+    for text in ("[1]", "{}", "no JSON"):
+        alone.write_text(text)
+        status, _, err = _command("describe", str(alone), "--mesh", "2x2", *sizes)
+        assert status == 2 and "package.module:function" in err, text
 
 
 @pytest.mark.deep
