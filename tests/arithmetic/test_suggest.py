@@ -383,6 +383,18 @@ def test_a_model_without_a_plan() -> None:
         suggest(nn.Linear(4, 4), 2, batch=4, seq=16, device=LINKS_ALONE)
 
 
+def test_a_model_without_anything_to_train() -> None:
+    """It was a bare StopIteration, of the search for a floating-point parameter."""
+    whole = nn.Linear(4, 4)
+    for name in ("weight", "bias"):
+        value = torch.zeros_like(getattr(whole, name), dtype=torch.int8)
+        setattr(whole, name, nn.Parameter(value, requires_grad=False))
+    for model in (nn.ReLU(), nn.Sequential(whole)):
+        for plan in (_plan, None):
+            with pytest.raises(ValueError, match="no floating-point parameters"):
+                suggest(model, 2, batch=4, seq=16, plan=plan, device=LINKS_ALONE)
+
+
 def _trains() -> list[float]:
     """Each candidate applied to real ranks, FSDP2 alone and around a grid among them."""
     reference = transformer(8, n_heads=4)

@@ -21,6 +21,7 @@ from ..mesh.layouts import TP_COL, TP_ROW
 __all__ = [
     "AXES",
     "blocks_of",
+    "dtype_of",
     "fake_mesh",
     "is_sharded_over_data",
     "lists_of_equals",
@@ -63,6 +64,21 @@ def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[Devic
                 del os.environ[_TRANSPORT]
             else:
                 os.environ[_TRANSPORT] = before
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's first floating-point parameter.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for param in model.parameters():
+        if param.is_floating_point():
+            return param.dtype
+    raise ValueError(
+        f"{type(model).__name__} has no floating-point parameters, so that it has nothing to "
+        f"train: give the model as it is trained, before it is quantized"
+    )
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -31,6 +31,7 @@ from ..plans.sample import Inputs, copy_without_values, sample_inputs
 from ..runtime.context import context_of
 from .rates import Rates, suppose
 from .sandbox import (
+    dtype_of,
     fake_mesh,
     is_sharded_over_data,
     mesh_of,
@@ -306,10 +307,6 @@ def _inputs(
     return known or Inputs((part,))
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-
 def _layouts(model: nn.Module) -> LayoutTable | None:
     try:
         return layouts_of(model)
@@ -351,7 +348,7 @@ def _features(
 
 
 def _zeros(shape: Sequence[int], model: nn.Module) -> Tensor:
-    return torch.zeros(shape, dtype=_dtype(model), device="cpu", requires_grad=True)
+    return torch.zeros(shape, dtype=dtype_of(model), device="cpu", requires_grad=True)
 
 
 def _in_features(module: Any) -> int | None:

@@ -11,7 +11,7 @@ from ..plans import plan_for
 from .candidates import Suggestion
 from .describe import OPTIMIZERS
 from .machine import Machine, check_transport, machine_of, read_size
-from .sandbox import fake_mesh
+from .sandbox import dtype_of, fake_mesh
 from .search import Search
 from .step import Case, PlanLike
 
@@ -79,8 +79,8 @@ def suggest(
 
     Raises:
         TypeError: for a model of the wrong kind.
-        ValueError: for a model that has no plan, for sizes that no mesh of so many devices takes,
-            and if nothing fits into ``memory``, saying what would.
+        ValueError: for a model that has no plan or nothing to train, for sizes that no mesh of so
+            many devices takes, and if nothing fits into ``memory``, saying what would.
 
     Example::
 
@@ -105,11 +105,11 @@ def suggest(
     check_transport(transport)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is one of {sorted(OPTIMIZERS)}, not {optimizer!r}")
+    dtype = dtype_of(model)
     if plan is None:
         # Whether a model has a plan does not depend on the mesh: refuse it before the search.
         with fake_mesh((1, 1), 0, "nccl") as mesh:
             plan_for(model, mesh, inputs=inputs)
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     machine, of_device = machine_of(device, link, per_node, transport, dtype)
     limit = of_device if memory is None else read_size(memory)
     case = Case(None, plan, batch, seq, inputs=inputs, loss=loss, micro_batches=micro_batches)
