@@ -6,7 +6,7 @@
     python -m torch_tp2d check my.package:make_small_model --mesh 2x2
     torchrun --nproc-per-node 4 -m torch_tp2d calibrate
 
-A model is a name or path that transformers knows, its config file (``config.json``), or
+A model is a name or path that transformers knows, a config file (``config.json``), or
 ``package.module:function``, which is called without arguments. Weights are not loaded: the model is
 made on the meta device, without values. Only ``check`` initializes a model as its class does, so
 name a small one.
@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,15 +82,12 @@ def _of_transformers(name: str) -> nn.Module:
             f"{name} is a model of transformers, which is not installed: pip install transformers, "
             f"or name a function that makes a model, package.module:function"
         ) from error
-    path = Path(name)
     try:
-        config = transformers.AutoConfig.from_pretrained(path.parent if path.is_file() else name)
-        if path.is_file():
-            told = json.loads(path.read_text())
-            config = transformers.AutoConfig.for_model(**told)
+        # It takes the path of a file, too, whatever the file is called.
+        config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{name} is neither a model that transformers finds, nor its config.json, nor "
+            f"{name} is neither a model that transformers finds, nor a config file, nor "
             f"package.module:function: {str(error).splitlines()[0]}"
         ) from error
     for name_ in getattr(config, "architectures", None) or ():
@@ -133,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
     checked.add_argument("--mesh", type=shape_of, required=True, help="RxC")
     checked.add_argument("--layers", type=int, default=2, help="at most so many of equal ones (2)")
     for command in (described, suggested, checked):
-        command.add_argument("model", help="of transformers, its config.json, or module:function")
+        command.add_argument("model", help="of transformers, a config file, or module:function")
         needed = command is not checked
         command.add_argument("--batch", type=int, required=needed, help="sequences, of all devices")
         command.add_argument("--seq", type=int, required=needed, help="tokens of each")

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_tp2d
 from support import world
+from support.fake import mesh_of, pretend
 from support.marks import deep
 from support.models import (
     batch,
@@ -36,7 +37,8 @@ from support.models import (
     transformer,
 )
 from torch_tp2d import Block2DParallel, Colwise2D, CommCounter, Rowwise2D, describe
-from torch_tp2d.planner.describe import Moved, _sum
+from torch_tp2d.planner.describe import Moved, _shape_of, _sum
+from torch_tp2d.planner.sandbox import AXES
 from torch_tp2d.planner.step import NO_PLAN
 
 SIZES = 3, 13
@@ -503,6 +505,20 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a plan of nobody's": ({"plan": _unknown}, ValueError, "has no ready plan"),
     "a key of nothing": ({"plan": {"wk": Colwise2D()}}, ValueError, "wk"),
 }
+
+
+@pytest.mark.parametrize(
+    "names", [("pp", "tp_row", "tp_col"), ("pp", "dp", "tp_row", "tp_col"), ("tp_col", "tp_row")]
+)
+def test_axes_of_other_names_are_refused(names: tuple[str, ...]) -> None:
+    """Stages of a pipeline were described as FSDP2's ranks: leading names were not looked at."""
+    shape = (2,) * len(names)
+    with pretend(0, 2 ** len(names)):
+        mesh, known = (mesh_of(*shape, names=each) for each in (names, AXES[len(names)]))
+        assert _shape_of(known, None, None, 0)[0] == shape
+        with pytest.raises(ValueError, match="give its shape instead") as failed:
+            describe(transformer(VOCAB), mesh, plan_dtensor(), batch=8, seq=8)
+    assert f"{names[0]}=2" in str(failed.value)
 
 
 @pytest.mark.parametrize("given,error,said", BAD.values(), ids=BAD)

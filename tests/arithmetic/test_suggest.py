@@ -12,17 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing._internal.distributed._tensor.common_dtensor import (
+    FeedForward,
+    ModelArgs,
+    Transformer,
+)
 
 import torch_tp2d
 from support import world
 from support.marks import deep
-from support.models import batch, loss_of, plan_dtensor, relative, transformer
+from support.models import (
+    DoubleTransformer,
+    batch,
+    loss_of,
+    plan_dtensor,
+    relative,
+    transformer,
+)
 from torch_tp2d import Colwise2D, suggest
 from torch_tp2d.__main__ import main
 from torch_tp2d.planner import search
-from torch_tp2d.planner.candidates import Way
-from torch_tp2d.planner.machine import Machine, calibrate, read_link, read_size
+from torch_tp2d.planner.candidates import Candidate, Way
+from torch_tp2d.planner.machine import Machine, calibrate, machine_of, read_link, read_size
 from torch_tp2d.planner.simulate import simulate
 from torch_tp2d.planner.step import NO_PLAN, Case, run_step
 from torch_tp2d.planner.trace import Compute, Start, Wait
@@ -105,6 +117,23 @@ def test_rates_and_sizes_are_read() -> None:
         read_size("much")
 
 
+def test_nodes_and_transport_of_any_machine() -> None:
+    """They were ignored beside a Machine, and within nodes of this machine transfers were free.
+
+    Only a device of the table was given them; of this machine the rate within a node stayed
+    infinite, its default.
+    """
+    node = replace(ONE, near=2.0)
+    machine, _ = machine_of(node, 4, 8, "gloo", torch.float32)
+    assert machine == replace(node, link=4.0, per_node=8, transport="gloo")
+    assert machine.rate(8) == ("near", 2.0) and machine.rate(9) == ("link", 4.0)
+    assert machine_of(None, 4, None, "nccl", torch.float32)[0].transport == "nccl"
+    for device in (None, ONE):
+        with pytest.raises(ValueError, match=r"per_node=8 says .* near="):
+            machine_of(device, 4, 8, None, torch.float32)
+    assert machine_of("h100", 4, 8, None, torch.bfloat16)[0].rate(8) == ("near", 0.8 * 450e9)
+
+
 HIDDEN = 64
 
 
@@ -151,6 +180,63 @@ def test_layers_are_told_from_few() -> None:
         assert abs(found[name].memory.peak / whole.memory.peak - 1) < 0.02
 
 
+class _TwoLists(DoubleTransformer):
+    """Two lists of equal layers that cost differently, as an encoder and a decoder do."""
+
+    def __init__(self, wide: int, narrow: int) -> None:
+        args = {"vocab_size": 8, "dim": HIDDEN, "n_heads": 4, "max_seq_len": 16, "dropout_p": 0.0}
+        super().__init__(ModelArgs(n_layers=wide, **args))
+        self.more = Transformer(ModelArgs(n_layers=narrow, **args)).layers
+        for layer in self.more:
+            layer.feed_forward = FeedForward(HIDDEN, HIDDEN // 2, 0.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(tokens.shape[1]))
+        for layer in (*self.layers, *self.more):
+            h = layer(h)
+        return self.output(self.norm(h))
+
+
+def _plan_of_lists(model: nn.Module, mesh: Any) -> dict[str, Any]:
+    plan = plan_dtensor()
+    more = {name.replace("layers.", "more."): plan[name] for name in plan if "layers." in name}
+    return plan | copy.deepcopy(more)
+
+
+@pytest.mark.parametrize(
+    "wide,narrow,way",
+    [
+        (6, 5, Way("TP", (1, 1, 2), "auto")),
+        *(deep(12, 6, Way("2-D", (1, 2, 1), "auto", keep=keep)) for keep in (True, False)),
+        *(deep(12, 4, Way("FSDP2", (2, 1, 1), keep=keep)) for keep in (True, False)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_layers_of_lists_of_different_lengths(
+    wide: int, narrow: int, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 layers and 6 it told the parameters, bytes, time and memory of 12 and 12.
+
+    Nine more were added of each list, since the length of the longest stood for all.
+    """
+    model, machine = _TwoLists(wide, narrow), Machine(flops=1e9, memory_rate=1e9, link=1e7)
+
+    def told() -> Candidate:
+        case = Case(None, _plan_of_lists, 4, 16)
+        return search.Search(model, case, machine, None, "adamw").predict(way)
+
+    few = told()
+    plan = NO_PLAN if few.plan is None else few.plan
+    whole = torch_tp2d.describe(
+        model, way.mesh_shape, plan, batch=4, seq=16, reshard_after_forward=not way.keep
+    )
+    assert few.memory.parameters == whole.memory.parameters
+    assert few.bytes == whole.total_bytes
+    assert abs(few.memory.peak / whole.memory.peak - 1) < 0.02
+    monkeypatch.setattr(search, "FEW", 100)  # All layers are run.
+    assert abs(few.seconds / told().seconds - 1) < 0.01
+
+
 @pytest.mark.deep
 def test_copies_of_weights_where_links_between_nodes_are_slow() -> None:
     """HSDP: FSDP2 within a node, gradients summed over nodes; and what is told is what it does."""
@@ -181,6 +267,36 @@ def test_of_very_many_meshes_those_that_move_least_are_tried(
     least = min(every.candidates, key=lambda each: each.memory.peak)
     tight = suggest(_model(16), 4, memory=least.memory.peak, **sizes)
     assert tight.best.memory.peak <= least.memory.peak
+
+
+def test_a_way_that_cannot_be_run_ends_no_search() -> None:
+    """A TypeError of one candidate's style ended it; and a way that ran was listed as not run.
+
+    Only other errors were caught. What could not be run was known by its name alone, which its
+    variant of another algorithm has, too.
+    """
+
+    def plan(model: nn.Module, mesh: Any) -> dict[str, Any]:
+        if mesh.shape == (1, 2):
+            raise TypeError("no style for this")
+        return plan_dtensor()
+
+    class Keeps(search.Search):
+        def predict(self, way: Way) -> Candidate:
+            if not way.keep:
+                raise ValueError("it has to keep them")
+            return super().predict(way)
+
+    given = Case(None, plan, 4, 16), LINKS_ALONE, None, "adamw"
+    tried = Keeps(_model(16), *given)
+    names = {each.name for each in tried.run(2)}
+    assert names == {"FSDP2 2", "2-D 2x1"}
+    assert tried.refused == {
+        "TP 2 (auto)": "no style for this",
+        "2-D 1x2 (auto)": "no style for this",
+        "FSDP2 2 (weights gathered again)": "it has to keep them",
+        "2-D 2x1 (auto, weights gathered again)": "it has to keep them",
+    }
 
 
 @pytest.mark.deep
@@ -227,6 +343,9 @@ def test_memory_rules_out_and_it_says_what_would_fit() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no devices": ({"world_size": 0}, ValueError, "world_size is a number"),
+    "a misspelt transport": ({"transport": "ncll"}, ValueError, '"nccl" or "gloo", not \'ncll\''),
+    "nodes of fewer than none": ({"per_node": -3}, ValueError, "per_node is a number, at least 1"),
+    "a node of nothing": ({"device": "h100", "per_node": 0}, ValueError, "per_node is a number"),
     "a device of no table": ({"device": "tpu"}, ValueError, "'h100'"),
     "no link": ({"device": None}, ValueError, 'say link="400gbit"'),
     "too many devices": (
@@ -249,6 +368,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("given,error,said", BAD.values(), ids=BAD)
 def test_what_cannot_be_suggested(given: Any, error: type[Exception], said: str) -> None:
+    """A misspelt transport changed the answer in silence, and -3 devices of a node were taken.
+
+    Neither was looked at, so that one was no gloo, and the other no node.
+    """
     wanted = {"world_size": 2, "batch": 4, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
     wanted |= given
     with pytest.raises(error, match=said):
@@ -258,6 +381,18 @@ def test_what_cannot_be_suggested(given: Any, error: type[Exception], said: str)
 def test_a_model_without_a_plan() -> None:
     with pytest.raises(ValueError, match="has no ready plan"):
         suggest(nn.Linear(4, 4), 2, batch=4, seq=16, device=LINKS_ALONE)
+
+
+def test_a_model_without_anything_to_train() -> None:
+    """It was a bare StopIteration, of the search for a floating-point parameter."""
+    whole = nn.Linear(4, 4)
+    for name in ("weight", "bias"):
+        value = torch.zeros_like(getattr(whole, name), dtype=torch.int8)
+        setattr(whole, name, nn.Parameter(value, requires_grad=False))
+    for model in (nn.ReLU(), nn.Sequential(whole)):
+        for plan in (_plan, None):
+            with pytest.raises(ValueError, match="no floating-point parameters"):
+                suggest(model, 2, batch=4, seq=16, plan=plan, device=LINKS_ALONE)
 
 
 def _trains() -> list[float]:
@@ -331,16 +466,24 @@ def test_the_command_line() -> None:
 
 
 def test_a_config_of_transformers_is_a_model(tmp_path: Path) -> None:
+    """A file not called ``config.json`` was refused: its folder was looked into for one."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=64)
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
-    for name in (tmp_path, tmp_path / "config.json"):
-        sizes = ("--batch", "4", "--seq", "16")
+    alone = tmp_path / "alone" / "tiny.json"
+    alone.parent.mkdir()
+    alone.write_text((tmp_path / "config.json").read_text())
+    sizes = ("--batch", "4", "--seq", "16")
+    for name in (tmp_path, tmp_path / "config.json", alone):
         status, out, err = _command("describe", str(name), "--mesh", "2x2", *sizes)
         assert status == 0 and "transformer.h.0.mlp.c_fc" in out, err
     status, _, err = _command("describe", str(tmp_path / "none"), "--mesh", "2x2", *sizes)
     assert status == 2 and "package.module:function" in err
+    for text in ("[1]", "{}", "no JSON"):
+        alone.write_text(text)
+        status, _, err = _command("describe", str(alone), "--mesh", "2x2", *sizes)
+        assert status == 2 and "package.module:function" in err, text
 
 
 @pytest.mark.deep

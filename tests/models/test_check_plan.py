@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from support import world
 from support.fake import fake_grid
+from support.marks import deep
 from support.models import grid_mesh, noise, plan_dtensor, transformer
 from torch_tp2d import Colwise2D, Rowwise2D, check_plan, parallelize_module, planner
 from torch_tp2d.planner.check_plan import PlanCheck
+from torch_tp2d.planner.processes import on_processes
 
 
 class Wide(nn.Module):
@@ -143,6 +146,33 @@ def test_ranks_of_its_own() -> None:
 def test_a_rank_of_its_own_fails() -> None:
     with pytest.raises(ValueError, match="on rank 0 of mesh .tp_row=1, tp_col=2.: ValueError"):
         check_plan(Model(), (1, 2), {"embad": Rowwise2D()})
+
+
+def _leaves(mesh: Any, how: str) -> Any:
+    if mesh.get_rank() == 1:
+        if how == "exit":
+            raise SystemExit(0)
+        if how == "at once":
+            os._exit(0)
+        return lambda: None
+    return mesh.get_rank()
+
+
+@pytest.mark.parametrize(
+    "how,said",
+    [
+        deep("exit", "on rank 1 of .*: SystemExit: 0"),
+        ("at once", "on rank 1 of .*: its process ended with 0 and without an answer"),
+        ("no pickle", "on rank 1 of .*: (AttributeError|PicklingError): .*lambda"),
+    ],
+)
+def test_a_rank_that_does_not_answer(how: str, said: str) -> None:
+    """The caller waited for ever where a process ended with 0: only other codes counted as ended.
+
+    A forward that calls ``sys.exit()`` ended so, and a process whose answer cannot be pickled.
+    """
+    with pytest.raises(ValueError, match=said):
+        on_processes((1, 2), _leaves, how)
 
 
 def test_what_cannot_be_checked() -> None:

@@ -57,6 +57,28 @@ class Sinks(Mixer):
         return self.back((probabilities @ v).transpose(1, 2).flatten(2))
 
 
+class ByNames(Mixer):
+    """Attention whose functions are called by keywords, in an order of their own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.into = nn.Linear(HIDDEN, HIDDEN)
+        self.keys, self.values = nn.Linear(HIDDEN, HIDDEN // 2), nn.Linear(HIDDEN, HIDDEN // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
+            for layer in (self.into, self.keys, self.values)
+        )
+        if self.how == "softmax":
+            scores = q @ k.repeat_interleave(2, 1).mT
+            y = torch.softmax(dim=-1, input=scores) @ v.repeat_interleave(2, 1)
+        else:
+            y = F.scaled_dot_product_attention(value=v, key=k, query=q, enable_gqa=True)
+        return self.back(y.transpose(1, 2).flatten(2))
+
+
 class Swish(nn.Module):
     """An activation that learns how steep it is, feature by feature."""
 
@@ -349,6 +371,26 @@ guess                the head, by its vocabulary"""
     assert "parts=2" in str(plan["stages.*.both"])
 
 
+class Named(Unheard):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        for stage in self.stages:
+            stage.mixer = ByNames(how)
+
+
+@pytest.mark.parametrize("how", ["softmax", "attention"])
+def test_arguments_are_read_by_name(how: str) -> None:
+    """``softmax(input=x)`` raised an IndexError, and values given first counted as the queries.
+
+    The attention then had as many heads as the values. Arguments were read by their places.
+    """
+    with fake_grid(2, 2) as mesh:
+        plan = plan_for(Named(how), mesh)
+    assert isinstance(plan, DerivedPlan)
+    assert plan.reasons["stages.*.mixer"] == f"attention of {HEADS} heads"
+    assert plan.reasons["stages.*.mixer.back"] == "closes the heads of stages.*.mixer"
+
+
 class Sinking(Unheard):
     """Nobody's model, whose attention has parameters of its own."""
 
@@ -365,6 +407,47 @@ def test_parameters_of_an_attention(rows: int, columns: int) -> None:
         plan = plan_for(Sinking(), mesh)
     assert plan["stages.*.mixer"].own_parameters == {"sinks": ("heads",), "gain": (None,)}
     assert max(world.run(rows * columns, _unheard, rows, columns, Sinking)) < TOLERANCE
+
+
+class Gain(nn.Module):
+    """A norm that is given a scalar, before its tokens or after them."""
+
+    def __init__(self, features: int = HIDDEN) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, features))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.weight * x * y
+
+
+class Gained(Unheard):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.stages[0].act = Gain(24)
+        self.stages[0].after = Gain()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        stage, half = self.stages[0], torch.tensor(0.5)
+        gate, up = stage.both(self._of(stage.after, x, half, "norm")).chunk(2, -1)
+        x = x + stage.mixer(stage.before(x))
+        x = x + stage.out(self._of(stage.act, gate, half, "act") * up)
+        return self.guess(self.last(self.stages[1](x)))
+
+    def _of(self, module: nn.Module, x: Tensor, scale: Tensor, name: str) -> Tensor:
+        return module(scale, x) if name == self.where else module(x, scale)
+
+
+@pytest.mark.parametrize("where,name", [("norm", "after"), ("act", "act"), ("nowhere", "")])
+def test_a_scalar_before_the_tokens_is_refused(where: str, name: str) -> None:
+    """``plan_for`` raised an IndexError of the scalar's shape, which has no sizes of tokens."""
+    with fake_grid(2, 2) as mesh:
+        if not name:
+            assert plan_for(Gained(where), mesh)
+            return
+        with pytest.raises(ValueError, match=rf"stages.0.{name}, Gain.*a scalar before its tokens"):
+            plan_for(Gained(where), mesh)
 
 
 class _Odd(Unheard):

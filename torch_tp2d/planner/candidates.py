@@ -62,6 +62,15 @@ class Way:
         return grid if replicas == 1 else f"{outside} x {grid}"
 
     @property
+    def full_name(self) -> str:
+        """Its name, and all that sets it apart from other ways of the same name."""
+        also = [] if self.kind == "FSDP2" else [self.algorithm]
+        if self.moves_weights:
+            also += ["weights kept" if self.keep else "weights gathered again"]
+        also += ["reduced each time"] * self.reduce_each + ["recomputing"] * self.recompute
+        return f"{self.name} ({', '.join(also)})" if also else self.name
+
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
         """``(R, C)``, ``(dp, R, C)``, or ``(replicate, shard, R, C)`` for HSDP."""
         replicas, *grid = self.shape
@@ -156,7 +165,7 @@ class Suggestion:
     memory: float | None
     candidates: tuple[Candidate, ...]
     refused: dict[str, str]
-    """By name of a way, why it could not be run."""
+    """By name of a way, algorithm and use of weights included, why it could not be run."""
 
     @property
     def best(self) -> Candidate:

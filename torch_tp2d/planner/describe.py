@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import GLOO, NCCL, transport_of
+from ..comm import NCCL, transport_of
 from ..mesh.grid import describe_mesh
 from ..parallelize.table import LayoutRow
+from .machine import check_transport
 from .rates import Rates
 from .sandbox import AXES
 from .step import Case, PlanLike, Step, run_step
@@ -197,7 +198,8 @@ def describe(
         model: on any device, not parallelized yet; or, without ``mesh`` and ``plan``, with a plan
             applied to it.
         mesh: a shape ``(R, C)``; ``(dp, R, C)`` with FSDP2 outside, over the outermost lists of
-            modules and the root; ``(replicate, shard, R, C)`` with HSDP; or such a DeviceMesh.
+            modules and the root; ``(replicate, shard, R, C)`` with HSDP; or a DeviceMesh of such
+            axes, named ``("dp", "tp_row", "tp_col")`` and so on.
         plan: as for :func:`torch_tp2d.parallelize_module`; or a function of a model and a mesh that
             returns one (and may edit the model, which is a copy); by default that of
             :func:`torch_tp2d.plan_for`.
@@ -268,8 +270,7 @@ def _shape_of(
     mesh: Any, plan: PlanLike, transport: str | None, rank: int
 ) -> tuple[tuple[int, ...] | None, str]:
     """The shape of the mesh (None if a plan was applied already), and the transport."""
-    if transport not in (None, GLOO.name, NCCL.name):
-        raise ValueError(f'transport is "{NCCL.name}" or "{GLOO.name}", not {transport!r}')
+    check_transport(transport)
     if mesh is None:
         if plan is not None:
             raise ValueError(
@@ -283,11 +284,12 @@ def _shape_of(
             )
         return None, ""
     if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or ()
-        if mesh.ndim not in AXES or tuple(names[-2:]) != AXES[2]:
+        if mesh.mesh_dim_names != AXES.get(mesh.ndim):
+            # Axes of other names may be of a pipeline, say, over which FSDP2 shards nothing.
             raise ValueError(
-                f"describe takes a mesh named {AXES[3]} or {AXES[2]}, but this one is "
-                f"{describe_mesh(mesh)}: give its shape instead, (R, C) or (dp, R, C)"
+                f"describe takes a mesh named {AXES[2]}, {AXES[3]} or {AXES[4]}, but this one is "
+                f"{describe_mesh(mesh)}: give its shape instead, (R, C), or with axes of data "
+                f"parallelism before it, (dp, R, C) or (replicate, shard, R, C)"
             )
         transport = transport or transport_of(mesh).name
         shape = tuple(mesh.shape)

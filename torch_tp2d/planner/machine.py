@@ -13,10 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..comm import Axis, all_reduce
+from ..comm import GLOO, NCCL, Axis, all_reduce
 from .rates import Rates, host_rate_of, latency_of, link_rate
 
-__all__ = ["DEVICES", "Device", "Machine", "calibrate", "machine_of", "read_link", "read_size"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Machine",
+    "calibrate",
+    "check_transport",
+    "machine_of",
+    "read_link",
+    "read_size",
+]
 
 REACHED = 0.5
 """The fraction of a data sheet's operations per second that training reaches, roughly: PaLM reports
@@ -75,9 +84,12 @@ class Machine:
         latency: seconds that a transfer takes beside sending its bytes.
         host_rate: bytes received per second of the time that receiving takes from the processor
             that computes, as gloo's sockets do.
-        near: bytes received per second from ranks of the same node.
+        near: bytes received per second from ranks of the same node; needed if these are several.
         per_node: ranks of a node; 1 if the link between any two ranks is the same.
         transport: ``"nccl"`` or ``"gloo"``.
+
+    Raises:
+        ValueError: for another transport, and for nodes within which no rate is known.
     """
 
     flops: float
@@ -89,6 +101,16 @@ class Machine:
     near: float = math.inf
     per_node: int = 1
     transport: str = "nccl"
+
+    def __post_init__(self) -> None:
+        check_transport(self.transport)
+        if self.per_node > 1 and self.near == math.inf:
+            raise ValueError(
+                f"per_node={self.per_node} says that ranks of a node have a link of their own, but "
+                f"no rate of it is known, as none is measured: give device= one of "
+                f"{sorted(DEVICES)}, or a Machine with near=, its bytes per second, as in "
+                f"replace(calibrate(), near=25e9, per_node={self.per_node})"
+            )
 
     def rate(self, reach: int) -> tuple[str, float]:
         """The name of the link on which a group of ranks sends, and its rate.
@@ -154,6 +176,16 @@ def _number(text: str) -> float:
         return 0.0
 
 
+def check_transport(transport: str | None) -> None:
+    """Refuse a transport that there is not.
+
+    Raises:
+        ValueError: saying which there are.
+    """
+    if transport not in (None, GLOO.name, NCCL.name):
+        raise ValueError(f'transport is "{NCCL.name}" or "{GLOO.name}", not {transport!r}')
+
+
 def machine_of(
     device: str | Machine | None,
     link: str | float | None,
@@ -164,15 +196,14 @@ def machine_of(
     """The machine that the arguments describe, and the memory of its device if that is known.
 
     Raises:
-        ValueError: for an unknown device, and if a link has to be measured but there is none.
+        ValueError: for an unknown device, if a link has to be measured but there is none, and for
+            nodes of a machine whose rate within a node is not known.
     """
     given = None if link is None else read_link(link)
-    if isinstance(device, Machine):
-        return device if given is None else replace(device, link=given), None
-    if device is None:
-        measured = calibrate(link=given)
-        changes: dict[str, Any] = {"per_node": per_node, "transport": transport}
-        return replace(measured, **{k: v for k, v in changes.items() if v is not None}), None
+    if device is None or isinstance(device, Machine):
+        known = calibrate(link=given) if device is None else device
+        changes: dict[str, Any] = {"link": given, "per_node": per_node, "transport": transport}
+        return replace(known, **{k: v for k, v in changes.items() if v is not None}), None
     if device.lower() not in DEVICES:
         raise ValueError(
             f"device {device!r} is not in the table, which has {sorted(DEVICES)}: choose one, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,8 +29,9 @@ def on_processes(shape: tuple[int, ...], body: Callable[..., Any], *args: Any) -
         What ``body`` returned, by rank.
 
     Raises:
-        ValueError: if ``body`` raises on a rank, with the message of the lowest such rank; for a
-            shape that is not ``(R, C)``; and for arguments that cannot be pickled.
+        ValueError: if ``body`` raises on a rank, with the message of the lowest such rank, or
+            ends its process; for a shape that is not ``(R, C)``; and for arguments, or an answer,
+            that cannot be pickled.
     """
     if len(shape) != 2 or min(shape) < 1:
         raise ValueError(f"a mesh to try a plan on is a DeviceMesh or (R, C), not {shape}")
@@ -70,14 +72,19 @@ def _collected(answers: Any, processes: Sequence[Any]) -> list[tuple[int, bool, 
     found: list[tuple[int, bool, Any]] = []
     while len(found) < len(processes):
         failed = not all(good for _, good, _ in found)
+        # What a process has answered lies in the queue before it ends, so one that has ended before
+        # a wait in which nothing came has answered nothing, whatever its exit code.
+        answered = {rank for rank, _, _ in found}
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
         try:
             found.append(answers.get(timeout=_GRACE if failed else 1.0))
         except Empty:
             if failed:
                 break
-            codes = [(rank, process.exitcode) for rank, process in enumerate(processes)]
             found += [
-                (rank, False, f"its process ended with {code}") for rank, code in codes if code
+                (rank, False, f"its process ended with {code} and without an answer")
+                for rank, code in codes.items()
+                if code is not None and rank not in answered
             ]
     return found
 
@@ -96,8 +103,12 @@ def _rank(
     )
     try:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=(TP_ROW, TP_COL))
-        answers.put((rank, True, body(mesh, *args)))
-    except Exception as error:  # Any error is the caller's to see, and this process ends.
+        found = body(mesh, *args)
+        # The queue pickles in a thread of its own, which would only print what is wrong.
+        pickle.dumps(found)
+        answers.put((rank, True, found))
+    except (Exception, SystemExit) as error:
+        # Any error is the caller's to see, and so is an exit that the model asks for.
         answers.put((rank, False, f"{type(error).__name__}: {error}"))
     finally:
         dist.destroy_process_group()

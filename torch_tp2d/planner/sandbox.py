@@ -21,9 +21,10 @@ from ..mesh.layouts import TP_COL, TP_ROW
 __all__ = [
     "AXES",
     "blocks_of",
-    "equal_layers",
+    "dtype_of",
     "fake_mesh",
     "is_sharded_over_data",
+    "lists_of_equals",
     "mesh_of",
     "recompute_blocks",
     "reshard",
@@ -65,6 +66,21 @@ def fake_mesh(shape: Sequence[int], rank: int, transport: str) -> Iterator[Devic
                 os.environ[_TRANSPORT] = before
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of a model's first floating-point parameter.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for param in model.parameters():
+        if param.is_floating_point():
+            return param.dtype
+    raise ValueError(
+        f"{type(model).__name__} has no floating-point parameters, so that it has nothing to "
+        f"train: give the model as it is trained, before it is quantized"
+    )
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The modules in a model's outermost lists: its layers, which FSDP2 shards one by one."""
     found: list[nn.Module] = []
@@ -76,23 +92,26 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def equal_layers(model: nn.Module) -> int:
-    """The length of the longest list of equal layers among the outermost lists of a model."""
-    return max((len(found) for found in _lists_of_equals(model)), default=0)
-
-
-def shorten(model: nn.Module, layers: int) -> None:
-    """Keep only the first ``layers`` of each list of equal layers."""
-    for found in _lists_of_equals(model):
-        del found[layers:]
-
-
-def _lists_of_equals(model: nn.Module) -> Iterator[nn.ModuleList]:
-    for child in model.children():
+def lists_of_equals(model: nn.Module, prefix: str = "") -> dict[str, nn.ModuleList]:
+    """By name, the lists of equal layers among a model's outermost lists."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, child in model.named_children():
         if not isinstance(child, nn.ModuleList):
-            yield from _lists_of_equals(child)
+            found |= lists_of_equals(child, f"{prefix}{name}.")
         elif len({_form(layer) for layer in child}) == 1:
-            yield child
+            found[prefix + name] = child
+    return found
+
+
+def shorten(model: nn.Module, layers: int | Mapping[str, int]) -> None:
+    """Keep only the first layers of each list of equal layers.
+
+    Args:
+        layers: how many are kept, of all lists; or of each list, by its name.
+    """
+    for name, found in lists_of_equals(model).items():
+        kept = layers if isinstance(layers, int) else layers.get(name, len(found))
+        del found[kept:]
 
 
 def _form(layer: nn.Module) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from ..plans.sample import copy_without_values
 from .candidates import Candidate, Way
 from .describe import Memory, describe_step
 from .machine import Machine
-from .sandbox import equal_layers, fake_mesh
+from .sandbox import fake_mesh, lists_of_equals
 from .simulate import Timing, simulate
 from .step import NO_PLAN, Case, run_step
 from .table import in_bytes
@@ -26,7 +26,8 @@ __all__ = ["Search"]
 
 FEW = 3
 """How many layers, or micro-batches, are run, and in a second run one less. For a model with more,
-the difference between the two is added for each further one."""
+the difference between the two is added for each further one. Lists of layers of different lengths
+may differ in what a layer costs, too, so each length has a second run of its own."""
 AT_ONCE = 64
 """How many meshes are tried at once, those that move least first; more only if none fits."""
 TRIED_FURTHER = 3
@@ -53,7 +54,8 @@ class Search:
         self.case, self.machine, self.limit, self.optimizer = case, machine, limit, optimizer
         # Drop the values once, since each further copy of a model with values would be large.
         self.model = copy_without_values(model)
-        self.layers = equal_layers(self.model)
+        lengths = {name: len(layers) for name, layers in lists_of_equals(self.model).items()}
+        self.long = {name: length for name, length in lengths.items() if length > FEW + 1}
         self.micro_batch = case.batch // case.micro_batches
         weights = [p for p in self.model.parameters() if p.ndim > 1]
         self.weight_bytes = sum(p.numel() * p.itemsize for p in weights)
@@ -189,16 +191,17 @@ class Search:
             self.tried.add(way)
             try:
                 self.found[way] = self.predict(way)
-            except (ValueError, RuntimeError) as error:
-                # A model, or DTensor, raises RuntimeErrors on shards that do not suit it.
-                self.refused[way.name] = str(error).partition("\n")[0]
+            except (ValueError, TypeError, RuntimeError) as error:
+                # A style may refuse a module by a TypeError, and a model, or DTensor, raises
+                # RuntimeErrors on shards that do not suit it.
+                self.refused[way.full_name] = str(error).partition("\n")[0]
         return way in self.found
 
     def predict(self, way: Way) -> Candidate:
         """Predict what a way would cost.
 
         Raises:
-            ValueError, RuntimeError: if it cannot be run.
+            ValueError, TypeError, RuntimeError: if it cannot be run.
         """
         replicas = way.shape[0]
         if self.case.batch % replicas:
@@ -264,11 +267,24 @@ class Search:
 
         def of_parts(parts: int) -> _Numbers:
             fewer = replace(case, batch=self.micro_batch * parts, micro_batches=parts)
-            return _told_from(
-                lambda layers: self._of(way, replace(fewer, layers=layers)), self.layers
-            )
+            return self._of_all_layers(way, fewer)
 
-        return _told_from(of_parts, case.micro_batches)
+        count = case.micro_batches
+        if count <= FEW + 1:
+            return of_parts(count)
+        few = of_parts(FEW)
+        return few.plus(count - FEW, few, of_parts(FEW - 1))
+
+    def _of_all_layers(self, way: Way, case: Case) -> _Numbers:
+        """The numbers for all layers, extrapolated from few layers of each long list."""
+        few = dict.fromkeys(self.long, FEW)
+        found = of_few = self._of(way, replace(case, layers=few))
+        for length in sorted(set(self.long.values())):
+            alike = [name for name, other in self.long.items() if other == length]
+            less = {**few, **dict.fromkeys(alike, FEW - 1)}
+            of_less = self._of(way, replace(case, layers=less))
+            found = found.plus(length - FEW, of_few, of_less)
+        return found
 
     def _of(self, way: Way, case: Case) -> _Numbers:
         step = run_step(self.model, case)
@@ -288,22 +304,15 @@ class _Numbers(NamedTuple):
     bytes: int
     memory: Memory
 
-    def and_more(self, times: int, less: _Numbers) -> _Numbers:
-        """These numbers plus ``times`` the difference between them and ``less``."""
+    def plus(self, times: int, more: _Numbers, less: _Numbers) -> _Numbers:
+        """These numbers plus ``times`` the difference between ``more`` and ``less``."""
         memory = {
-            name: value + times * (value - getattr(less.memory, name))
+            name: value + times * (getattr(more.memory, name) - getattr(less.memory, name))
             for name, value in asdict(self.memory).items()
         }
-        timing = self.timing + (self.timing + less.timing * -1) * times
-        moved = self.bytes + times * (self.bytes - less.bytes)
+        timing = self.timing + (more.timing + less.timing * -1) * times
+        moved = self.bytes + times * (more.bytes - less.bytes)
         return _Numbers(timing, moved, Memory(**memory))
-
-
-def _told_from(of: Callable[[int], _Numbers], count: int) -> _Numbers:
-    """Extrapolate to ``count`` equal parts from the numbers of :data:`FEW` and of one less."""
-    if count <= FEW + 1:
-        return of(count)
-    return of(FEW).and_more(count - FEW, of(FEW - 1))
 
 
 def _hybrids(way: Way) -> list[Way]:

@@ -31,6 +31,7 @@ from ..plans.sample import Inputs, copy_without_values, sample_inputs
 from ..runtime.context import context_of
 from .rates import Rates, suppose
 from .sandbox import (
+    dtype_of,
     fake_mesh,
     is_sharded_over_data,
     mesh_of,
@@ -67,7 +68,7 @@ class Case:
         reshard: whether FSDP2, if there is a data-parallel axis, frees gathered weights after
             forward.
         rates: the rates by which ``"auto"`` chooses.
-        layers: how many of each list of equal layers are run at most.
+        layers: by the name of a list of equal layers, how many of them are run; None for all.
         recompute: whether layers are recomputed for backward.
         micro_batches: how many micro-batches a step has; together they are ``batch``.
         reduce_each: whether each micro-batch gathers weights and reduces gradients; else this is
@@ -85,7 +86,7 @@ class Case:
     loss: Callable[[Any], Tensor] | None = None
     reshard: bool = True
     rates: Rates | None = None
-    layers: int | None = None
+    layers: Mapping[str, int] | None = None
     recompute: bool = False
     micro_batches: int = 1
     reduce_each: bool = False
@@ -306,10 +307,6 @@ def _inputs(
     return known or Inputs((part,))
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-
 def _layouts(model: nn.Module) -> LayoutTable | None:
     try:
         return layouts_of(model)
@@ -351,7 +348,7 @@ def _features(
 
 
 def _zeros(shape: Sequence[int], model: nn.Module) -> Tensor:
-    return torch.zeros(shape, dtype=_dtype(model), device="cpu", requires_grad=True)
+    return torch.zeros(shape, dtype=dtype_of(model), device="cpu", requires_grad=True)
 
 
 def _in_features(module: Any) -> int | None:

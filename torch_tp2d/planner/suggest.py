@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ..plans import plan_for
 from .candidates import Suggestion
 from .describe import OPTIMIZERS
-from .machine import Machine, machine_of, read_size
-from .sandbox import fake_mesh
+from .machine import Machine, check_transport, machine_of, read_size
+from .sandbox import dtype_of, fake_mesh
 from .search import Search
 from .step import Case, PlanLike
 
@@ -63,7 +63,8 @@ def suggest(
         device: a name of :data:`torch_tp2d.planner.machine.DEVICES` (``"h100"``), or a
             :class:`~torch_tp2d.planner.machine.Machine`; by default this machine is measured, and
             its link too if there is a process group.
-        per_node: number of devices in a node, between which the device's own link is used.
+        per_node: number of devices in a node, between which the device's own link is used; of a
+            ``Machine`` that is its ``near``. On this machine no such link is measured.
         transport: ``"nccl"`` or ``"gloo"``; by default the device's.
         plan: a plan, or a function of a model and a mesh that returns one; its styles keep their
             algorithm. By default that of :func:`torch_tp2d.plan_for`.
@@ -78,8 +79,8 @@ def suggest(
 
     Raises:
         TypeError: for a model of the wrong kind.
-        ValueError: for a model that has no plan, for sizes that no mesh of so many devices takes,
-            and if nothing fits into ``memory``, saying what would.
+        ValueError: for a model that has no plan or nothing to train, for sizes that no mesh of so
+            many devices takes, and if nothing fits into ``memory``, saying what would.
 
     Example::
 
@@ -92,6 +93,7 @@ def suggest(
     if not isinstance(model, nn.Module):
         raise TypeError(f"suggest takes a module, not {type(model).__name__}")
     counts = {"world_size": world_size, "batch": batch, "seq": seq, "micro_batches": micro_batches}
+    counts |= {} if per_node is None else {"per_node": per_node}
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name} is a number, at least 1, not {count!r}")
@@ -100,13 +102,14 @@ def suggest(
             f"a batch of {batch} does not divide into {micro_batches} micro-batches: batch is of "
             f"the whole step"
         )
+    check_transport(transport)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer is one of {sorted(OPTIMIZERS)}, not {optimizer!r}")
+    dtype = dtype_of(model)
     if plan is None:
         # Whether a model has a plan does not depend on the mesh: refuse it before the search.
         with fake_mesh((1, 1), 0, "nccl") as mesh:
             plan_for(model, mesh, inputs=inputs)
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     machine, of_device = machine_of(device, link, per_node, transport, dtype)
     limit = of_device if memory is None else read_size(memory)
     case = Case(None, plan, batch, seq, inputs=inputs, loss=loss, micro_batches=micro_batches)

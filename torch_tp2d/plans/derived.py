@@ -101,7 +101,7 @@ class _Derivation:
         self.batch, self.seq = seen.tokens
         causal = seen.loss == "ForCausalLMLoss"
         defaults: dict[str, Any] = {"loss_parallel": causal}
-        if any(shape[0] == self.batch * self.seq for shape in seen.shapes.values()):
+        if any(shape[:1] == (self.batch * self.seq,) for shape in seen.shapes.values()):
             # The model flattens all tokens into one dim, of which no shard is a part of a sequence.
             defaults["sequence_parallel"] = False
         self.parts = Parts(**{**defaults, **options})
@@ -242,8 +242,7 @@ class _Derivation:
         shape, sources = self.seen.shapes.get(name), self.seen.given[name]
         if shape is None:
             raise self._unclear(name, "it is given no tensor")
-        whole: dict[str, Any] = {}
-        vectors = self._is_vectors(name)
+        whole, vectors = dict[str, Any](), self._is_vectors(name)
         if sources and {*sources} <= self.split:
             if not vectors:
                 raise self._unclear(name, f"it takes what {_listed(sources)} opens")
@@ -315,7 +314,7 @@ class _Derivation:
         """Whether a module maps all tokens one by one, mixing none and picking none of them."""
         shape = self.seen.shapes[name]
         mixes = len(shape) == 3 and (shape[1] == 1 or shape[1] != self.seq == shape[2])
-        return (len(shape) == 3 or shape[0] == self.batch * self.seq) and not mixes
+        return (len(shape) == 3 or shape[:1] == (self.batch * self.seq,)) and not mixes
 
     @staticmethod
     def _is_within(name: str, other: str) -> bool:
@@ -324,6 +323,8 @@ class _Derivation:
     # All together
 
     def _name(self, name: str, style: ParallelStyle, why: str, *, split: bool = False) -> None:
+        if self.seen.shapes.get(name) == ():
+            raise self._unclear(name, "it is given a scalar before its tokens: pass these first")
         self.styles[name], self.reasons[name] = style, why
         if split:
             self.split.add(name)
@@ -336,8 +337,7 @@ class _Derivation:
                 twin = self._twin(module)
                 if twin is not None:
                     self._name(name, self.styles[twin], f"tied to {twin}")
-                    continue
-                if not any(self._is_within(name, other) for other in self.styles):
+                elif not any(self._is_within(name, other) for other in self.styles):
                     raise self._unclear(name, f"it has the parameters {own}, and was not called")
 
     def _meet_what_is_whole(self) -> bool:

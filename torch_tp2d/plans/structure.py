@@ -189,6 +189,12 @@ def _has_buffers_for(module: nn.Module, args: Any, output: Any) -> bool:
     return alike and own and bare and args[0].shape == output.shape and output is not args[0]
 
 
+def _named(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """A function's first arguments, of these names, however they were given."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given.get(name) for name in names]
+
+
 def _start(index: Any) -> int | None:
     """Where an index of the form ``[..., start:stop]`` starts; None for any other index."""
     if not isinstance(index, tuple) or index[0] is not Ellipsis or len(index) != 2:
@@ -273,15 +279,18 @@ class _Tracer(TorchFunctionMode):
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func)).strip("_")
         if name == _ATTENTION:
-            self._attends([*args, *kwargs.values()][:3])
+            self._attends(_named(("query", "key", "value"), args, kwargs))
         elif name == "embedding" and self._running:
             # An embedding that makes its position ids itself is not given any: note their shape.
-            self.found.shapes.setdefault(self._running[-1], tuple(args[0].shape))
-        elif name == "softmax" and isinstance(args[0], Tensor) and args[0].ndim == 4:
-            scores = args[0]
-            self.found.attentions.append(
-                Attention(self._running[-1], scores.shape[1], [self.merged(scores)])
-            )
+            (ids,) = _named(("input",), args, kwargs)
+            if isinstance(ids, Tensor):
+                self.found.shapes.setdefault(self._running[-1], tuple(ids.shape))
+        elif name == "softmax":
+            (scores,) = _named(("input",), args, kwargs)
+            if isinstance(scores, Tensor) and scores.ndim == 4:
+                self.found.attentions.append(
+                    Attention(self.running, scores.shape[1], [self.merged(scores)])
+                )
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if name == "getitem" and self._is_picked(*args):
             _, source = self._outputs[id(args[0])]
