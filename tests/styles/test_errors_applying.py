@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import parallelize_module as stock_parall
 import torch_tp2d
 from support.fake import NAMES, mesh_of, pretend
 from support.mistakes import MEND_MESH, Silence, SmallModel, refused
-from support.one_module import Conv1D
 from torch_tp2d import Block2DParallel, Colwise2D, Lifted, Norm2D, Rowwise2D, parallelize_module
 
 
@@ -591,19 +590,3 @@ def test_own_parameters_of_an_attention(own: Any, words: tuple[str, ...]) -> Non
         return lambda: parallelize_module(_Sinks(), mesh_of(2, 2), plan)
 
     refused((2, 2), ValueError, words, make)
-
-
-class _Halved(Conv1D):
-    """A Conv1D with a forward of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / 2
-
-
-def test_a_conv1d_that_does_more() -> None:
-    """Its own forward was passed by, in silence: it was taken for a Conv1D by its class's name."""
-
-    def make() -> Callable[[], Any]:
-        return lambda: parallelize_module(_Halved(8, 8), mesh_of(2, 2), Colwise2D())
-
-    refused((2, 2), TypeError, ("_Halved", "with their own forward"), make)

@@ -580,3 +580,16 @@ def _meets_what_is_whole(rows: int, columns: int) -> float:
 def test_parameters_that_meet_what_is_whole_are_not_summed(rows: int, columns: int) -> None:
     """Every rank computes the same with them: a sum over the rows is as many times too large."""
     assert max(world.run(rows * columns, _meets_what_is_whole, rows, columns)) < 1e-12
+
+
+class _Halved(Conv1D):
+    """A Conv1D with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def test_a_conv1d_that_does_more() -> None:
+    """Its own forward was passed by, in silence: it was taken for a Conv1D by its class's name."""
+    with fake_grid(2, 2) as mesh, pytest.raises(TypeError, match="with their own forward.*_Halved"):
+        torch_tp2d.parallelize_module(_Halved(8, 8), mesh, Colwise2D())
