@@ -165,6 +165,11 @@ FOUND = {
         local=False), down=How(style='local')),)),), use=(Op(size=(5, 1), mode='inference',
         twice=(0,)),))
     """,
+    # Keys of one head were placed otherwise than queries, on axes of one rank each.
+    "dropout of attention weights on a mesh of one rank": """
+        Program(models=(Model(axes='both', blocks=(Attention(kv_heads=1, plan='dtensor',
+        dropout=True),)),), use=(Op(),))
+    """,
     # Values of the encoder's told the tokens of what they make of the decoder's queries.
     "cross attention of cross attention": """
         Program(grid=(1, 4), models=(Model(stream='tokens', embed=Embed(),

@@ -171,10 +171,9 @@ class Masks:
         if not isinstance(query, DTensor):
             self._surroundings.check_axes(self._here, query, self.grid)
         if isinstance(query, DTensor):
-            here = tuple(query.placements)
-            if any(tuple(x.placements) != here for x in (key, value)) or any(  # type: ignore[attr-defined]
-                isinstance(p, Shard) and p.dim > 1 for p in here
-            ):
+            here, on_key, on_value = map(_placements, (query, key, value))
+            by_others = any(isinstance(p, Shard) and p.dim > 1 for p in here)
+            if by_others or not here == on_key == on_value:
                 raise ValueError(
                     f"{self._here}: dropout is for a "
                     f"query, key and value placed alike, split by batch and heads, but the query "
@@ -375,3 +374,8 @@ def _like(x: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
+
+
+def _placements(x: Any) -> list[Placement]:
+    """Placements on the axes of more than one rank: on others they say nothing."""
+    return [p for p, size in zip(x.placements, x.device_mesh.shape, strict=True) if size > 1]
