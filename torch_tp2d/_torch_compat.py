@@ -80,6 +80,7 @@ __all__ = [
     "fused_matmul_reduce_scatter",
     "fuses_products",
     "gloo_options",
+    "has_hooks",
     "has_replicate",
     "hooks_again",
     "is_mutable",
@@ -212,6 +213,11 @@ def adds_to_grad(x: Tensor) -> bool:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have the running backward call this at its end, to await what it has started."""
     Variable._execution_engine.queue_callback(call)
+
+
+def has_hooks(x: Tensor) -> bool:
+    """Whether a tensor that is not a parameter has hooks, which run when its gradient comes."""
+    return bool(x._backward_hooks)
 
 
 def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:

@@ -313,6 +313,16 @@ def _(mesh: DeviceMesh) -> None:
     assert answers[2:] == [False] * 4
 
 
+@of("has_hooks")
+def _(mesh: DeviceMesh) -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    assert not compat.has_hooks(x)
+    handle = x.register_hook(lambda grad: None)
+    assert compat.has_hooks(x)
+    handle.remove()
+    assert not compat.has_hooks(x)
+
+
 @of("hooks_again")
 def _(mesh: DeviceMesh) -> None:
     fired: list[None] = []

@@ -165,6 +165,12 @@ FOUND = {
         local=False), down=How(style='local')),)),), use=(Op(size=(5, 1), mode='inference',
         twice=(0,)),))
     """,
+    # The next style took a twin of what a PrepareModuleOutput gathers, past the hook by which FSDP2
+    # gathers the parameters of the block that handed it out.
+    "a prepared output under FSDP2": """
+        Program(grid=(4, 1), models=(Model(axes='both', embed=Embed(), blocks=(Mlp(residual=False,
+        after='tokens'),), head=Head()),), use=(Op(size=(3, 1)), Op('backward')), fsdp='reshard')
+    """,
     # Keys of one head were placed otherwise than queries, on axes of one rank each.
     "dropout of attention weights on a mesh of one rank": """
         Program(models=(Model(axes='both', blocks=(Attention(kv_heads=1, plan='dtensor',

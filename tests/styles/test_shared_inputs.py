@@ -196,3 +196,46 @@ def test_inference_mode() -> None:
     Taking up parameters asked for it too, and a model made or placed there raised.
     """
     world.run(4, _inference_mode)
+
+
+class _Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 6)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.register_hook(self.seen.append)
+        y.retain_grad()
+        self.between = y
+        return self.second(y)
+
+
+def _hooked() -> dict[str, float]:
+    mesh = grid_mesh(1, 2)
+    reference = randomized(_Watched())
+    model = copy.deepcopy(reference)
+    output = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    plan = {
+        "first": Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "second": Colwise2D(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    parallelize_module(model.first, mesh, output)
+    x, grad = noise(3, 5, 8, seed=1), noise(3, 5, 6, seed=2)
+    for part in (reference, model):
+        part(x).backward(grad)
+    assert len(model.seen) == 1 and model.between.grad is not None
+    assert reference.between.grad is not None
+    found = gradients(reference, model)
+    found["hook"] = relative(model.seen[0], reference.seen[0])
+    return found | {"kept": relative(model.between.grad, reference.between.grad)}
+
+
+def test_the_gradient_of_a_prepared_output_is_seen_by_hooks() -> None:
+    """They were passed by, and ``retain_grad()`` kept nothing: the next style took a twin of it.
+
+    FSDP2 gathers a block's parameters by such a hook, and so backward met freed ones.
+    """
+    no_difference(world.run(2, _hooked))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._once import once_differentiable
+from .._torch_compat import has_hooks
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
 from ..ops.matmul import Shards
@@ -186,6 +187,9 @@ def _twin_of(given: Tensor, wanted: Layout, grid: Grid) -> Any:
     if torch.compiler.is_compiling():
         twin = getattr(given, "_tp2d_partial", None)
         return twin[1] if twin is not None and twin[0] == wanted else None
+    if given.retains_grad or has_hooks(given):
+        # Its own gradient is asked for, by FSDP2 for one, which gathers parameters when it comes.
+        return None
     return grid.context.twins.get(given, wanted)
 
 
