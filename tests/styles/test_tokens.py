@@ -15,7 +15,7 @@ import torch_tp2d
 from support import world
 from support.fake import pretend
 from support.models import grid_mesh, relative
-from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, parallelize_module, token_sizes
+from torch_tp2d import Colwise2D, CommCounter, Rowwise2D, token_sizes
 
 PLAN = {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(output_layouts=Shard(1))}
 
@@ -132,44 +132,3 @@ def test_a_context_shows_what_is_under_way() -> None:
         f"Context({grid}, tokens=(4, 6), Backward(0 sums pending, 2 calls at its end))",
         f"Context({grid}, tokens=None, nothing under way)",
     ]
-
-
-class _OverTokens(nn.Module):
-    """A Linear over the tokens of features that a Colwise2D has split."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.embed, self.up, self.mix = nn.Embedding(11, 6), nn.Linear(6, 8), nn.Linear(tokens, 5)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.mix(torch.tanh(self.up(self.embed(ids))).transpose(1, 2))
-
-
-def _over_tokens(rows: int, columns: int) -> dict[str, float]:
-    mesh, found = grid_mesh(rows, columns), {}
-    for tokens in (3, 7, 8):
-        torch.manual_seed(0)
-        reference = _OverTokens(tokens).double()
-        model = copy.deepcopy(reference)
-        mix = Colwise2D(input_layouts=Shard(1), use_local_output=False)
-        plan = {"embed": Rowwise2D(), "up": Colwise2D(), "mix": mix}
-        parallelize_module(model, mesh, plan)
-        ids = torch.arange(2 * tokens).view(2, tokens) % 11
-        wanted, y = reference(ids), model(ids)
-        torch.tanh(wanted).square().sum().backward()
-        torch.tanh(y).square().sum().backward()
-        found[f"{tokens}"] = relative(y, wanted)
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None
-            found[f"{name}, {tokens}"] = relative(p.grad, q.grad)
-    return found
-
-
-@pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
-def test_features_that_are_taken_for_tokens(grid: tuple[int, int]) -> None:
-    """Four of eight features were as many as four of seven tokens, on one column alone.
-
-    It went on while the other raised, that they are no part of the tokens, and so it waited.
-    """
-    for seen in world.run(grid[0] * grid[1], _over_tokens, *grid):
-        assert not {name: far for name, far in seen.items() if not far < 1e-12}

@@ -15,7 +15,7 @@ from ..comm import Axis, move
 from ..runtime.context import Sizes, context_of
 from .axes import Axes, check_mesh, flat_axis, names_of, on_mesh, part_of
 from .extents import ask_extent
-from .handed import Handed, hand_out, made_of, said_of, tokens_told
+from .handed import Handed, hand_out, said_of, tokens_told
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
 
 __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh", "part_of"]
@@ -244,7 +244,7 @@ class Grid:
             ValueError: if ``x`` is not this rank's shard of that size.
         """
         known = self.tokens_of(x)
-        if known is not None and dim < len(known) and not self._of_features(x, layout):
+        if known is not None and dim < len(known):
             if x.shape[dim] == part_of(known[dim], cuts):
                 return known[dim]
             raise ValueError(
@@ -256,23 +256,6 @@ class Grid:
                 f"mesh of its own by another init_device_mesh"
             )
         return None
-
-    def _of_features(self, x: Tensor, layout: Layout) -> bool:
-        """Whether the user's code has made ``x`` of split features, which ``layout`` has elsewhere.
-
-        It was transposed, then: its dims are no tokens, though some may be as long on some ranks.
-        """
-        if said_of(x).layout is not None:
-            return False
-        here = normalize(layout, x.ndim)[1]
-        if not isinstance(here, Shard) or here.dim == x.ndim - 1:
-            return False
-        return any(
-            layout is not None
-            and axes == self.axes
-            and normalize(layout, ndim)[1] == Shard(ndim - 1)
-            for _, layout, ndim, axes, *_ in made_of(x)
-        )
 
     def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout, axis: Axis) -> int | None:
         """The dim that ``axis`` shards, if this rank holds none of its tokens; else None.
