@@ -70,14 +70,11 @@ _NODES = 200
 """The most autograd nodes to visit: more than a rotary embedding and a norm of heads have."""
 
 
-def made_of(x: Tensor, *, leaves: bool = False) -> list[Handed]:
+def made_of(x: Tensor) -> list[Handed]:
     """What :func:`hand_out` noted of the tensors from which the user's code has made ``x``.
 
     They are found through the autograd graph, so none are where no graph is recorded, and none
     under ``torch.compile``.
-
-    Args:
-        leaves: add an empty note for each leaf that no style has handed out.
     """
     found: list[Handed] = []
     if torch.compiler.is_compiling():
@@ -95,8 +92,6 @@ def made_of(x: Tensor, *, leaves: bool = False) -> list[Handed]:
         elif node.name() in _HANDS_ON:
             # Only this output's input: the node's others are other arguments of the module.
             edges.append(node.next_functions[index])
-        elif leaves and hasattr(node, "variable"):
-            found.append(Handed())
         else:
             edges.extend(node.next_functions)
     return found

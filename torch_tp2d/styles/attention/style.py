@@ -36,7 +36,8 @@ class Attention2D(GridStyle):
       gathered along ``tp_col``, once for all the projections.
     * Plain tensors (masks, rotary tables, position ids) are taken to cover all tokens and heads, as
       they are made from global shapes, and are narrowed to this row's tokens and this column's
-      heads (see ``whole_inputs``).
+      heads (see ``whole_inputs``). The gradient of one that learns is therefore this rank's part:
+      sum it over the mesh, or pass a DTensor, whose gradient is whole.
     * A ``BlockMask`` of ``flex_attention`` is narrowed likewise, and its function is called with
       global indices. A ``score_mod`` is not: it sees this row's batch and this column's heads, both
       numbered from 0.

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
-from ...comm import Axis, move
 from ...mesh.grid import describe_mesh
-from ...mesh.handed import made_of, said_of
 from ...mesh.layouts import Layout, normalize
 from ..boundary import gather_for_module
 from ..module_kinds import describe_module
@@ -119,11 +117,6 @@ class Tokens:
             # along an axis that replicates the input.
             grads = [Partial() if p == Replicate() else p for p in (on_row, on_col)]
             return x.to_local(grad_placements=grads if x.is_floating_point() else None)
-        tokens = "sequence" if self.row_dim else "batch"
-        is_part = tokens in dims and x.shape[dims.index(tokens)] != 1 and on_row == Replicate()
-        if not is_part:
-            x = self._sum_grad(x, name, self.grid.row)
-        x = self._sum_grad(x, name, self.grid.col)
         for axis, placement in ((self.grid.row, on_row), (self.grid.col, on_col)):
             if isinstance(placement, Shard):
                 sizes = axis.split(x.shape[placement.dim])
@@ -133,29 +126,6 @@ class Tokens:
                     start, count = 0, 1
                 x = x.narrow(placement.dim, start, count)
         return x
-
-    def _sum_grad(self, x: Tensor, name: str, axis: Axis) -> Tensor:
-        """A replicated input, whose gradient each rank of an axis has for its own tokens or heads.
-
-        Where it was made of what a style has handed out as such, that style sums the gradient. A
-        traced graph does not tell.
-
-        Raises:
-            ValueError: if it was made of that and of something whose gradient nobody sums.
-        """
-        if not x.requires_grad or torch.compiler.is_compiling() or axis.size == 1:
-            return x
-        told = {axis.name in one.shares for one in made_of(x, leaves=True) or [said_of(x)]}
-        if len(told) > 1:
-            raise ValueError(
-                f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name} "
-                f"of shape {tuple(x.shape)} is made of what a style hands on with a partial "
-                f"gradient along {axis.name}, as an embedding of positions does, and of something "
-                f"else that learns: make both alike (grad_layouts=), or pass them one by one"
-            )
-        if told == {True}:
-            return x
-        return move(x, axis, Replicate(), Replicate(), {}, partial_grad=True)
 
     def _own_blocks(self, mask: BlockMask, name: str) -> BlockMask:
         """This row's and column's part of a BlockMask of ``flex_attention``."""
