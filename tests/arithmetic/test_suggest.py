@@ -206,7 +206,7 @@ def _plan_of_lists(model: nn.Module, mesh: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "wide,narrow,way",
     [
-        (6, 5, Way("TP", (1, 1, 2), "auto")),
+        deep(6, 5, Way("TP", (1, 1, 2), "auto")),
         *(deep(12, 6, Way("2-D", (1, 2, 1), "auto", keep=keep)) for keep in (True, False)),
         *(deep(12, 4, Way("FSDP2", (2, 1, 1), keep=keep)) for keep in (True, False)),
     ],

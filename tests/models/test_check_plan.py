@@ -162,7 +162,7 @@ def _leaves(mesh: Any, how: str) -> Any:
     "how,said",
     [
         deep("exit", "on rank 1 of .*: SystemExit: 0"),
-        ("at once", "on rank 1 of .*: its process ended with 0 and without an answer"),
+        deep("at once", "on rank 1 of .*: its process ended with 0 and without an answer"),
         ("no pickle", "on rank 1 of .*: (AttributeError|PicklingError): .*lambda"),
     ],
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,11 +93,11 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
 PLACED = [(Shard(0), Shard(1)), (Shard(1), dt.Replicate()), (Shard(1), Shard(1))]
 
 
-def _differences(rows: int, columns: int) -> dict[str, str]:
+def _differences(rows: int, columns: int, functions: Sequence[str]) -> dict[str, str]:
     mesh = grid_mesh(rows, columns)
     found = {}
     for name, (make, style) in MODULES.items():
-        for reduced, function in REDUCED.items():
+        for reduced, function in ((name, REDUCED[name]) for name in functions):
             for placed in PLACED:
                 torch.manual_seed(0)
                 reference = make().double()
@@ -136,11 +136,18 @@ def _global(y: Tensor, wanted: Tensor) -> DTensor:
 
 
 @pytest.mark.parametrize(
-    "grid", [(2, 2), (1, 2), deep((2, 1)), deep((2, 3)), deep((1, 4)), deep((4, 1))]
+    "grid,functions",
+    [
+        ((2, 2), ("mean", "flat")),
+        *(deep(grid, tuple(REDUCED)) for grid in ((2, 2), (1, 2), (2, 1), (2, 3), (1, 4), (4, 1))),
+    ],
+    ids=str,
 )
-def test_what_is_partial_is_reduced_first(grid: tuple[int, int]) -> None:
-    for found in world.run(grid[0] * grid[1], _differences, *grid):
-        assert len(found) == len(MODULES) * len(REDUCED) * len(PLACED)
+def test_what_is_partial_is_reduced_first(
+    grid: tuple[int, int], functions: tuple[str, ...]
+) -> None:
+    for found in world.run(grid[0] * grid[1], _differences, *grid, functions):
+        assert len(found) == len(MODULES) * len(functions) * len(PLACED)
         refused = {case for case, said in found.items() if "redistribute it to" in said}
         assert all(case.startswith("own, Local2D") for case in refused)
         assert not {case: said for case, said in found.items() if said and case not in refused}
