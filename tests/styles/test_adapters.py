@@ -16,7 +16,7 @@ import torch_tp2d
 from support import world
 from support.fake import fake_grid
 from support.marks import deep
-from support.models import grid_mesh, relative
+from support.models import differences_of_row, grid_mesh
 from torch_tp2d import Attention2D, Colwise2D, Lifted, Rowwise2D, attention_projections
 
 
@@ -74,18 +74,6 @@ class Model(nn.Module):
         return self.attention(x)
 
 
-def _differences(model: nn.Module, reference: nn.Module, rows: int, row: int) -> dict[str, float]:
-    """Of the output of this row, and of all gradients."""
-    x = torch.randn(4, 3, 8, dtype=torch.float64)
-    wanted, y = reference(x), model(x.chunk(rows)[row])
-    wanted.sin().sum().backward()
-    y.sin().sum().backward()
-    seen = {"output": relative(y, wanted.chunk(rows)[row])}
-    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
-        seen[name] = relative(ours.grad.full_tensor(), param.grad)
-    return seen
-
-
 def _fused_adapter_rank() -> dict[str, float]:
     mesh = grid_mesh(2, 2)
     row, _ = mesh.get_coordinate()
@@ -93,7 +81,7 @@ def _fused_adapter_rank() -> dict[str, float]:
     reference = Gated().double()
     model = copy.deepcopy(reference)
     torch_tp2d.parallelize_module(model, mesh, {"up": Colwise2D(parts=2), "down": Rowwise2D()})
-    return _differences(model, reference, 2, row)
+    return differences_of_row(model, reference, 2, row)
 
 
 def test_an_adapter_of_a_fused_projection_is_shared_out_alike() -> None:
@@ -116,7 +104,7 @@ def _keys_of_all_columns(rows: int, columns: int) -> dict[str, float]:
     plan: dict[str, Any] = {"attention": Attention2D(), "attention.q": q}
     plan |= {"attention.k": kv, "attention.v": kv, "attention.o": o}
     torch_tp2d.parallelize_module(model, mesh, plan)
-    return _differences(model, reference, rows, mesh.get_local_rank("tp_row"))
+    return differences_of_row(model, reference, rows, mesh.get_local_rank("tp_row"))
 
 
 @pytest.mark.parametrize("grid", [(2, 2), deep((1, 4)), deep((1, 2))])

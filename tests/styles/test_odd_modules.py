@@ -22,7 +22,7 @@ import torch_tp2d
 from support import world
 from support.fake import fake_grid
 from support.marks import deep
-from support.models import grid_mesh, noise, relative
+from support.models import differences_of_row, grid_mesh, noise, relative
 from torch_tp2d import (
     Attention2D,
     Block2DParallel,
@@ -369,18 +369,6 @@ class Mlp(nn.Module):
         return self.down(self.up(x).sin())
 
 
-def _differences(model: nn.Module, reference: nn.Module, rows: int, row: int) -> dict[str, float]:
-    """Of the output of this row, and of all gradients."""
-    x = torch.randn(4, 3, 8, dtype=torch.float64)
-    wanted, y = reference(x), model(x.chunk(rows)[row])
-    wanted.sin().sum().backward()
-    y.sin().sum().backward()
-    seen = {"output": relative(y, wanted.chunk(rows)[row])}
-    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
-        seen[name] = relative(ours.grad.full_tensor(), param.grad)
-    return seen
-
-
 def _parametrized_after_rank() -> list[dict[str, float]]:
     mesh = grid_mesh(2, 2)
     row, _ = mesh.get_coordinate()
@@ -394,7 +382,7 @@ def _parametrized_after_rank() -> list[dict[str, float]]:
             for part in (reference, model):
                 torch.manual_seed(1)
                 way(part.get_submodule(name))
-            seen.append(_differences(model, reference, 2, row))
+            seen.append(differences_of_row(model, reference, 2, row))
     return seen
 
 

@@ -164,6 +164,20 @@ def relative(actual: Tensor, wanted: Tensor) -> float:
     return (actual - wanted).norm().item() / (scale if scale else 1.0)
 
 
+def differences_of_row(
+    model: nn.Module, reference: nn.Module, rows: int, row: int
+) -> dict[str, float]:
+    """Of a row's local output, and of all gradients, for an input ``[4, 3, 8]``."""
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    wanted, y = reference(x), model(x.chunk(rows)[row])
+    wanted.sin().sum().backward()
+    y.sin().sum().backward()
+    seen = {"output": relative(y, wanted.chunk(rows)[row])}
+    for (name, ours), param in zip(model.named_parameters(), reference.parameters(), strict=True):
+        seen[name] = relative(ours.grad.full_tensor(), param.grad)
+    return seen
+
+
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross entropy, of whole logits on one device or of a DTensor on a mesh."""
     if isinstance(logits, DTensor):
