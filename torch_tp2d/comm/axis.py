@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import resolve_process_group
+from .._tracing import in_graph
 from ..mesh.layouts import nested_chunk_sizes
 from .groups import own_group
 from .transport import NCCL, Transport, transport_of
@@ -128,8 +129,7 @@ class Axis:
         They are in a compiled graph, if they are neither split into pieces nor padded: Inductor
         recognises only the steps that torch writes.
         """
-        plain = not self.transport.cuts and torch.compiler.is_compiling()
-        return plain and self._alike(sizes)
+        return not self.transport.cuts and in_graph() and self._alike(sizes)
 
     def _alike(self, sizes: Sequence[int]) -> bool:
         return self.size > 1 and sizes[0] > 0 and len(set(sizes)) == 1
@@ -148,7 +148,7 @@ class Axis:
         Not in a compiled graph, which might drop a transfer that brings nothing to its own rank
         while the others wait for what it sends.
         """
-        return not torch.compiler.is_compiling()
+        return not in_graph()
 
     def rounds(
         self, sizes: Sequence[int], width: int, dtype: torch.dtype

@@ -37,6 +37,7 @@ from .._torch_compat import (
     set_timeout,
     timeout_of,
 )
+from .._tracing import in_graph
 
 __all__ = [
     "BACKEND",
@@ -83,7 +84,12 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
 
 
 def sends(mesh: DeviceMesh) -> bool:
-    """Whether the ranks of a mesh exchange data: not on a fake process group or fake tensors."""
+    """Whether the ranks of a mesh exchange data that Python can look at.
+
+    Not on a fake process group, with fake tensors or in a traced graph.
+    """
+    if in_graph():
+        return False
     fake = dist.get_backend(mesh.get_group(0)) == "fake"
     return not fake and active_fake_mode() is None
 

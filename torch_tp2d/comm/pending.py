@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._torch_compat import AutoDispatchBelowAutograd
 from .._torch_compat import c10d_functional as _c10d
+from .._tracing import in_graph
 
 __all__ = ["Pending", "Started"]
 
@@ -78,7 +79,7 @@ def _surroundings(pieces: Started) -> Callable[[], AbstractContextManager[Any]]:
     than the ops themselves. They are not needed, since :func:`~torch_tp2d.comm.move` has a backward
     of its own.
     """
-    if torch.compiler.is_compiling():
+    if in_graph():
         return nullcontext
     if watch is None:
         return AutoDispatchBelowAutograd

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import c10d_functional as _c10d
+from .._tracing import in_graph
 from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own
 from .pending import Pending
@@ -50,11 +51,9 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     if longest * math.prod(rest) == 0:
         return Pending(x.new_empty((sum(sizes), *rest)).movedim(0, dim))
     if shard.shape[0] < longest:
-        padding = shard.new_zeros(())
-        if torch.compiler.is_compiling():
-            # Depends on the shard: two gathers of empty shards would become one node, on this rank
-            # alone.
-            padding = shard.sum(dtype=shard.dtype)
+        # In a graph it depends on the shard: two gathers of empty shards would become one node, on
+        # this rank alone.
+        padding = shard.sum(dtype=shard.dtype) if in_graph() else shard.new_zeros(())
         padding = padding.expand(longest - shard.shape[0], *rest)
         shard = torch.cat([shard, padding])
     else:
@@ -282,7 +281,7 @@ def broadcast(
     if axis.index == src:
         sent = (x if block is None else x.narrow(*block)).contiguous()
         assert tuple(sent.shape) == tuple(shape)
-    elif torch.compiler.is_compiling():
+    elif in_graph():
         # Two broadcasts of one block become one node in the source's graph. They have to become one
         # in the other ranks' graphs too, or the ranks would run different numbers of collectives:
         # hence a buffer that depends on the same tensor and block, not an empty one.

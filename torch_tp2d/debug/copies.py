@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch_compat import at_end_of_backward, current_graph_task_id
+from .._tracing import eager_only
 from ..comm import Axis
 from ..comm.wires import Message, name_ranks
 from ..mesh.grid import Grid
@@ -37,10 +38,11 @@ def compare_every(passes: int) -> None:
     _every = passes
 
 
+@eager_only
 def runs_backward(module: nn.Module, grad: Tensor) -> None:
     """Hook on a module's output: compare the module's parameters when this backward pass ends."""
     task = current_graph_task_id()
-    if _every == 0 or task == -1 or torch.compiler.is_compiling():
+    if _every == 0 or task == -1:
         return
     if task not in _passes:
         while len(_passes) > 8:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._torch_compat import tree_leaves
+from .._tracing import in_graph
 from ..comm import pending
 from ..styles.module_kinds import describe_module
 from .collectives import watched
@@ -46,8 +47,8 @@ def disable() -> None:
 
 
 def is_on() -> bool:
-    """Whether debug mode is on."""
-    return pending.watch is not None
+    """Whether debug mode is on; it is off in a traced graph."""
+    return pending.watch is not None and not in_graph()
 
 
 def run_as_layer(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

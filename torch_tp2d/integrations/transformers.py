@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .._tracing import eager_only
 from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.layouts import Layout
 from ..parallelize.check import check_heads
@@ -359,8 +360,9 @@ class _FirstCall:
             cls.handle = register_module_forward_pre_hook(cls.check)
 
     @classmethod
+    @eager_only
     def check(cls, model: nn.Module, args: Any) -> None:
-        if not isinstance(model, transformers.PreTrainedModel) or torch.compiler.is_compiling():
+        if not isinstance(model, transformers.PreTrainedModel):
             return
         found = [(name, module) for name, module in model.named_modules() if module in cls.waiting]
         for name, module in found:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import StridedShard, disable_dynamo, root_mesh
+from .._tracing import eager_only
 from ..comm import Axis, move
 from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.layouts import TP_COL, TP_ROW
@@ -267,12 +268,13 @@ def _local_target(
     )
 
 
+@eager_only
 def _check_classes(target: Tensor, vocab: int, ignore_index: int) -> None:
     """Raise torch's error for an unknown class, where looking does not wait for a device.
 
     The caller passes a replicated target, so that every rank raises or none.
     """
-    if type(target) is not Tensor or target.device.type != "cpu" or torch.compiler.is_compiling():
+    if type(target) is not Tensor or target.device.type != "cpu":
         return
     unknown = ((target < 0) | (target >= vocab)) & (target != ignore_index)
     if unknown.any():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import active_fake_mode, disable_current_modes
+from .._tracing import in_graph
 from ..comm import Axis, Pending, all_gather
 from .axes import part_of
 from .handed import tokens_told
@@ -45,7 +46,7 @@ def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         ValueError: by the returned function, if the ranks' sizes are not those of torch.chunk.
     """
     extent = x.shape[dim]
-    if torch.compiler.is_compiling():
+    if in_graph():
         return lambda: extent * math.prod([axis.size for axis in cuts])
 
     known = None

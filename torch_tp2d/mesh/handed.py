@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from .._tracing import in_graph
 from ..runtime.context import Sizes
 from .axes import Axes
 from .layouts import Layout
@@ -38,12 +38,12 @@ def hand_out(x: Tensor, handed: Handed) -> Tensor:
 
     Under ``torch.compile`` a view of ``x`` is returned.
     """
-    if torch.compiler.is_compiling():
+    if in_graph():
         # Within checkpointing Dynamo lets attributes be set on the result of an operation, but not
         # on that of an autograd.Function.
         x = x.view_as(x)
     x._tp2d_handed = handed  # type: ignore[attr-defined]
-    node: Any = None if torch.compiler.is_compiling() else x.grad_fn
+    node: Any = None if in_graph() else x.grad_fn
     if node is not None:
         node.metadata["_tp2d_handed", x.output_nr] = handed
     return x
@@ -56,7 +56,7 @@ def said_of(x: Tensor) -> Handed:
     autograd graph as well.
     """
     found: Handed | None = getattr(x, "_tp2d_handed", None)
-    if found is None and not torch.compiler.is_compiling():
+    if found is None and not in_graph():
         node: Any = x.grad_fn
         index = x.output_nr
         while node is not None and node.name() in _HANDS_ON:
@@ -77,7 +77,7 @@ def made_of(x: Tensor) -> list[Handed]:
     under ``torch.compile``.
     """
     found: list[Handed] = []
-    if torch.compiler.is_compiling():
+    if in_graph():
         return found
     seen: set[Any] = set()
     edges: list[Any] = [(x.grad_fn, x.output_nr)]

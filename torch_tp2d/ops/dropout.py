@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import dispatch_modes
+from .._tracing import in_graph
 
 __all__ = ["draw_key", "drop", "dropout", "dropped", "fused", "recomputed"]
 
@@ -141,7 +142,7 @@ def _kernel_for(x: Tensor) -> Callable[..., Tensor]:
 
     It is not under a dispatch mode, which would not see the operators of a compiled function.
     """
-    plain = torch.compiler.is_compiling() or dispatch_modes() or not x.is_cuda
+    plain = in_graph() or dispatch_modes() or not x.is_cuda
     return _mask_and_drop if plain or not _has_triton() else fused
 
 

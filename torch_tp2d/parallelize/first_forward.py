@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import forward_pre_hooks, parameters_of, was_localized
+from .._tracing import eager_only
 from ..mesh.grid import describe_mesh
 from ..styles.base import refuse_transforms
 from ..styles.empty_shards import refuse_empty
@@ -48,9 +48,8 @@ class FirstForward:
     def __deepcopy__(self, memo: Any) -> FirstForward:
         return self
 
+    @eager_only
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         refuse_transforms(module)
         self._check_placed(module)
         self._check_empty(module)

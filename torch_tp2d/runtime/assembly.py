@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._tracing import in_graph
+
 __all__ = ["Assembly"]
 
 
@@ -28,7 +30,7 @@ class Assembly:
         if block.shape == self.shape and block.is_contiguous():
             # A block that is not contiguous is copied: a user's view() of the result would fail.
             self.give(block)
-        elif torch.compiler.is_compiling():
+        elif in_graph():
             self._blocks.append((start, block))
         else:
             if self._out is None:

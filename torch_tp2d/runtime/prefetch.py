@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
+from .._tracing import eager_only, in_graph
 from ..comm import Pending
 from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
 from .reductions import backward_of
@@ -208,10 +209,9 @@ def prepare_parameters(
         prepare: prepares a module's parameters; the method of that name of the module's runner.
     """
     running = context.running
-    if running is None or torch.compiler.is_compiling() or in_backward():
+    if running is None or in_graph() or in_backward():
         ready = prepare(module)
-        if not torch.compiler.is_compiling():
-            ready.start()
+        ready.start()
         return ready
     return running.take(module, prepare)
 
@@ -237,9 +237,8 @@ class Forward:
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end, always_call=True)
 
+    @eager_only
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         context = self.context
         outer = context.running
         # A pass of this model's own that still runs was left behind by an interrupt.
@@ -256,8 +255,9 @@ class Forward:
         context.running = Pass(self._order, open_after)
         self._begun.append(context.running)
 
+    @eager_only
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._begun:
+        if not self._begun:
             return
         ended = self._begun.pop()
         if ended is None or ended is not self.context.running:

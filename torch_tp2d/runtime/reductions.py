@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import at_end_of_backward, current_graph_task_id
+from .._tracing import in_graph
 from ..comm import Axis, Pending, all_reduce
 from .context import Context, in_backward
 from .deferred import LazyResult, undeferred
@@ -164,7 +165,7 @@ def _over(part: Tensor, axes: Sequence[Axis], dtype: torch.dtype, context: Conte
             total = all_reduce(total, axis).wait()
         return total.to(dtype)
 
-    if not axes or torch.compiler.is_compiling():
+    if not axes or in_graph():
         return after(part, axes)
     first, *others = axes
     pending = PendingReduction(part, lambda part: all_reduce(part, first), backward_of(context))

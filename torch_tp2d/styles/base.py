@@ -29,6 +29,7 @@ from .._torch_compat import (
     parameters_of,
     spec_of,
 )
+from .._tracing import eager_only, in_graph
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
@@ -256,10 +257,9 @@ class _OnGrid:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
         run, forward = self._tp2d.run, super().forward  # type: ignore[misc]
-        if not torch.compiler.is_compiling():
-            refuse_transforms(self)  # type: ignore[arg-type]
-            if debug.is_on():
-                return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
+        refuse_transforms(self)  # type: ignore[arg-type]
+        if debug.is_on():
+            return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
         return run(self, forward, *args, **kwargs)
 
 
@@ -319,6 +319,7 @@ def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Te
     )
 
 
+@eager_only
 def refuse_transforms(module: nn.Module) -> None:
     """Refuse to run under a transform of torch.func, which wraps parameters in tensors of its own.
 
@@ -358,7 +359,7 @@ def local_shards(*params: Any) -> tuple[Any, ...]:
     Args:
         params: DTensors, or plain tensors, which are returned as they are; None stays None.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if in_graph() or not torch.is_grad_enabled():
         return tuple(map(_shard, params))
     learns = [param is not None and param.requires_grad for param in params]
     learning = [param for param, does in zip(params, learns, strict=True) if does]

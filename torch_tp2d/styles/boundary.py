@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._once import once_differentiable
-from .._torch_compat import has_hooks
+from .._tracing import in_graph
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
 from ..ops.matmul import Shards
@@ -28,6 +28,7 @@ from ..runtime.reductions import of_pass
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .module_kinds import describe_module
+from .twins import keep_twin, twin_of
 
 __all__ = ["Entry", "Exit", "dims_needed", "gather_for_module", "to_dtensor"]
 
@@ -139,7 +140,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         x = grid.without_stand_in(x, declared)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     if declared == wanted:
-        twin = _twin_of(given, declared, grid)
+        twin = twin_of(given, declared, grid.context)
         if twin is not None:
             return twin.value() if isinstance(twin, Shared) and not pipelined else twin
     summed = x.is_floating_point() and not whole_grad
@@ -149,13 +150,12 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     )
     by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
     in_rounds = pipelined and by_rows and declared[0] == wanted[0]
-    if torch.compiler.is_compiling() and in_rounds and col_grad and grid.col.size > 1:
-        shards = _shards(x, declared, grid, features, shape, fuses=entry.fuses)
-        return Shared(x, shards, grid.context)
+    if in_graph() and in_rounds and col_grad and grid.col.size > 1:
+        return Shared(x, _shards(x, declared, grid, features, shape, fuses=entry.fuses))
     shares = (
         col_grad
         and (grid.col.size > 1 or declared[0] != wanted[0])
-        and not torch.compiler.is_compiling()
+        and not in_graph()
         and not given.is_inference()
         # Not for a leaf: the kept result would refer back to it, and so keep it alive, through the
         # node that accumulates its gradient.
@@ -180,17 +180,6 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     if shares:
         grid.context.gathered.put(given, key, result)
     return result
-
-
-def _twin_of(given: Tensor, wanted: Layout, grid: Grid) -> Any:
-    """The twin of an input that :func:`gather_for_module` gathered, unless it has changed since."""
-    if torch.compiler.is_compiling():
-        twin = getattr(given, "_tp2d_partial", None)
-        return twin[1] if twin is not None and twin[0] == wanted else None
-    if given.retains_grad or has_hooks(given):
-        # Its own gradient is asked for, by FSDP2 for one, which gathers parameters when it comes.
-        return None
-    return grid.context.twins.get(given, wanted)
 
 
 def _shards(
@@ -253,9 +242,9 @@ def gather_for_module(
 ) -> Tensor:
     """Gather an input along ``tp_col`` for a module of the user's, as a local tensor.
 
-    The module's own code may use it in any way, so its gradient is taken to be replicated. A 2-D
-    style inside that is given this very tensor takes its *twin* instead: the same value with a
-    partial gradient. The twin's gradients add up locally and go back in one reduce-scatter.
+    A 2-D style inside that is given this very tensor takes its twin instead
+    (:mod:`~torch_tp2d.styles.twins`), whose gradients add up locally and go back in one
+    reduce-scatter.
     """
     declared = normalize(declared, x.ndim)
     wanted = declared[0], Replicate()
@@ -267,18 +256,18 @@ def gather_for_module(
     shards = _shards(x, declared, grid, None, shape, fuses=grid.context.fuses)
     if shards.dim == x.ndim - 1:
         return _gather_features_for_module(x, declared, grid, shards, shape)
-    if torch.compiler.is_compiling():
+    learns, twin = torch.is_grad_enabled() and x.requires_grad, None
+    if in_graph():
         # The graph waits for the twin where that is multiplied, and for this tensor only if the
         # module's own code reads it. Both come from the same gather.
-        whole = Transfer(x, *shards).value(if_used=True)
+        whole, twin = Transfer(x, *shards).value(if_used=True), Shared(x, shards)
     else:
         whole = Gathering(Transfer(x, *shards))
-    learns = torch.is_grad_enabled() and x.requires_grad
+        if learns:
+            twin = gather(x, shards, grid.context, whole)
     result = grid.with_stand_in(_Attach.apply(x, whole, shards) if learns else whole, wanted, sizes)
-    if torch.compiler.is_compiling():
-        result._tp2d_partial = (wanted, Shared(x, shards, grid.context))  # type: ignore[attr-defined]
-    elif learns:
-        grid.context.twins.put(result, wanted, gather(x, shards, grid.context, whole))
+    if twin is not None:
+        keep_twin(result, wanted, twin, grid.context)
     return result
 
 
@@ -293,10 +282,8 @@ def _gather_features_for_module(
     twin = grid.redistribute(x, declared, wanted, shape=shape, partial_grad=(False, True))
     result = _Attach.apply(x, twin.detach(), shards)
     result = grid.with_stand_in(result, wanted, tuple(shape[:-1]))
-    if torch.compiler.is_compiling():
-        result._tp2d_partial = (wanted, twin)  # type: ignore[attr-defined]
-    elif twin.requires_grad:
-        grid.context.twins.put(result, wanted, twin)
+    if twin.requires_grad:
+        keep_twin(result, wanted, twin, grid.context)
     return result
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from .. import debug
 from .._torch_compat import disable_current_modes
+from .._tracing import eager_only
 from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout
@@ -24,6 +25,7 @@ from .module_kinds import describe_module
 __all__ = ["compare_over_ranks", "facts_of_all"]
 
 
+@eager_only
 def compare_over_ranks(
     x: Tensor, declared: Layout, module: nn.Module, grid: Grid, *, certain: bool, to_all: bool
 ) -> None:
@@ -40,7 +42,7 @@ def compare_over_ranks(
             tensors where ``declared`` replicates.
     """
     outside = (to_all or (x.is_leaf and torch.is_grad_enabled())) and grid.handed(x) is None
-    if not outside or torch.compiler.is_compiling() or in_backward():
+    if not outside or in_backward():
         return
     axes, compared = (grid.row, grid.col), grid.context.compared
     first = module not in compared

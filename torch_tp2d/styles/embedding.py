@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
+from .._tracing import eager_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, Layout, as_layout, is_pair, normalize
 from ..ops.embedding import embedding2d
@@ -167,6 +168,7 @@ class EmbeddingRunner(Runner):
         wanted = self._told(sizes, local=self.use_local_output)
         return self._exit(whole, wanted, local=self.use_local_output).output(embeds, tuple(sizes))
 
+    @eager_only
     def _check_known(self, ids: Tensor, vocab: int) -> None:
         """Refuse ids that no rank holds, where looking at them costs no wait for a device.
 
@@ -174,8 +176,6 @@ class EmbeddingRunner(Runner):
             IndexError: as torch does, on every rank, since all hold the same ids.
         """
         if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
-            return
-        if torch.compiler.is_compiling():
             return
         low, high = ids.aminmax()
         if low < 0 or high >= vocab:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import is_sharded_by_fsdp, parameters_of
+from .._tracing import eager_only
 from ..mesh.grid import describe_mesh
 from .module_kinds import describe_module
 
@@ -60,9 +60,8 @@ def refuse_empty_under_fsdp(module: nn.Module, mesh: DeviceMesh) -> None:
     the full model when it first runs. A module without such a parameter gets no hook.
     """
 
+    @eager_only
     def refuse(module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         for owner in filter(is_sharded_by_fsdp, module.modules()):
             for name, param in parameters_of(owner).items():
                 refuse_empty(f"{describe_module(module)}: its {name}", param, mesh)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch_compat import disable_current_modes
+from .._tracing import in_graph
 from ..comm import Axis, all_gather
 from ..comm.groups import sends
 from ..mesh.extents import ask_sizes
@@ -44,11 +45,11 @@ def next_key(grid: Grid) -> Tensor:
         ValueError: if the keys differ.
     """
     key = draw_key()
-    if torch.compiler.is_compiling() or in_backward():
+    if not sends(grid.mesh) or in_backward():
         # Recomputation by checkpointing repeats keys that were counted and checked in forward.
         return key
     count = grid.context.keys_drawn = grid.context.keys_drawn + 1
-    if count & (count - 1) == 0 and sends(grid.mesh):
+    if count & (count - 1) == 0:
         # Hidden from selective checkpointing, since the recomputation does not repeat it.
         with disable_current_modes():
             keys = key.view(1).to(grid.mesh.device_type)
@@ -346,7 +347,7 @@ class Masks:
         whole = known[place] if known is not None and len(known) == 2 and place is not None else 0
         parts = math.prod([axis.size for axis in cuts])
         heads = x.ndim > 3 and place is None
-        if heads or torch.compiler.is_compiling() or (whole and whole % parts == 0):
+        if heads or in_graph() or (whole and whole % parts == 0):
             return x.shape[dim] * parts
         return None
 

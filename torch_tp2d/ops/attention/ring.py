@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from ..._once import once_differentiable
+from ..._tracing import in_graph
 from ...comm import Axis, Pending, move, shift
 from .block import (
     attend,
@@ -64,7 +65,7 @@ def ring(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: S
     Source: blockwise attention with a ring of keys (Liu et al., arXiv 2310.01889), merged by the
     lse (Dao et al., arXiv 2205.14135).
     """
-    if torch.compiler.is_compiling():
+    if in_graph():
         return gathered(query, key, value, mask, spec)
     return _Ring.apply(query, key, value, mask, spec)
 

@@ -121,7 +121,8 @@ class Call:
             input along it; None if that is done outside of the call.
         module: the Linear.
         param: guards the module's weight, which must not change before backward.
-        context: the mesh's context.
+        context: the mesh's context; None, as ``module`` and ``param``, in a traced graph, which
+            defers nothing and keeps nothing between micro-batches.
         operand: computes the weight operand from the module's parameter, differentiably.
     """
 
@@ -140,8 +141,8 @@ class Call:
 
     @property
     def accumulation(self) -> Accumulation | None:
-        """The gradient accumulation, if it is in use; never under ``torch.compile``."""
-        if self.context is None or self.operand is None or torch.compiler.is_compiling():
+        """The gradient accumulation, if it is in use."""
+        if self.context is None or self.operand is None:
             return None
         return self.context.accumulation or None if self.op.cut.row.size > 1 else None
 

@@ -29,7 +29,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shards: Shards, context: Context, whole: Tensor | None
+        ctx: Any, x: Tensor, shards: Shards, context: Context | None, whole: Tensor | None
     ) -> Tensor:
         ctx.shards, ctx.context, ctx.again = shards, context, None
         if isinstance(whole, Tensor) and not isinstance(whole, Gathering):
@@ -46,7 +46,7 @@ class _Gather(torch.autograd.Function):
             leaving = abt_leaving(grad.terms, ctx.shards)
         else:
             leaving = reduce_scatter(undeferred(grad), *ctx.shards)
-        if not torch.compiler.is_compiling():
+        if ctx.context is not None:
             backward = backward_of(ctx.context)
             backward.start_reductions()
             backward.compute_reductions()
@@ -55,12 +55,16 @@ class _Gather(torch.autograd.Function):
         return leaving.wait().contiguous(), None, None, None
 
 
-def gather(x: Tensor, shards: Shards, context: Context, whole: Tensor | None = None) -> Tensor:
+def gather(
+    x: Tensor, shards: Shards, context: Context | None, whole: Tensor | None = None
+) -> Tensor:
     """``x`` gathered along an axis, with the transfer still under way.
 
     Its gradient is partial and is reduced by one reduce-scatter.
 
     Args:
+        context: whose pending gradients are computed and sent meanwhile in backward; None in a
+            traced graph.
         whole: the gathered tensor, or the :class:`Gathering` that brings it, if there is one.
     """
     return _Gather.apply(x, shards, context, whole)
@@ -73,8 +77,8 @@ class Shared:
         shard: this rank's shard, whose gradient is the sum of all partial gradients.
     """
 
-    def __init__(self, shard: Tensor, shards: Shards, context: Context) -> None:
-        self.shard, self.shards, self.context = shard, shards, context
+    def __init__(self, shard: Tensor, shards: Shards) -> None:
+        self.shard, self.shards = shard, shards
         self.whole: Tensor | None = None
         dim, sizes, _ = shards
         self.shape = torch.Size([*shard.shape[:dim], sum(sizes), *shard.shape[dim + 1 :]])
@@ -83,7 +87,7 @@ class Shared:
         """The gathered input."""
         if self.whole is None:
             whole = Transfer(self.shard, *self.shards).value()
-            self.whole = gather(self.shard, self.shards, self.context, whole)
+            self.whole = gather(self.shard, self.shards, None, whole)
         return self.whole
 
     def linear(self, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._once import once_differentiable
+from ..._tracing import in_graph
 from ...comm import Pending
 from ...runtime.deferred import Again, Gathering, LazyResult, Products, Transfer, undeferred
 from ...runtime.reductions import PendingReduction, backward_of
@@ -82,7 +83,7 @@ class _State(NamedTuple):
 
 
 def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Forward:
-    if torch.compiler.is_compiling():
+    if in_graph():
         return traced.forward(call, needs, x, weight, bias)
     op, shards = call.op, call.shards
     moving = call.gather(weight) if call.moving is None else call.moving

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
 
+from ..._tracing import eager_only
 from ...comm.groups import sends
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, normalize
@@ -262,12 +263,8 @@ class _InputHook(_Hook):
         layouts = (None,) * len(args) if layouts is None else layouts
         handed = [*zip(layouts, args, strict=True)]
         handed += [(named[name], kwargs[name]) for name in named if name in kwargs]
-        if self.is_first and not torch.compiler.is_compiling():
-            # By now all modules inside have their styles, whatever the order of application.
-            self.is_first = False
-            self.styles_inside = any("_tp2d" in inner.__dict__ for inner in module.modules())
-            self.settle(module)
-            self._compare(module, [value for given, value in handed if given and given.is_same])
+        if self.is_first:
+            self._run_first(module, [value for given, value in handed if given and given.is_same])
         for given, value in handed:
             if given is not None and not given.is_same and isinstance(value, Tensor):
                 check_handed(value, normalize(given.have, value.ndim), module, self.grid)
@@ -284,6 +281,15 @@ class _InputHook(_Hook):
         if tokens:
             self.grid.begin(tokens[0])
         return args, kwargs
+
+    @eager_only
+    def _run_first(self, module: nn.Module, same: Sequence[Any]) -> None:
+        """At the first call: look inside the module, and compare inputs declared the same."""
+        # By now all modules inside have their styles, whatever the order of application.
+        self.is_first = False
+        self.styles_inside = any("_tp2d" in inner.__dict__ for inner in module.modules())
+        self.settle(module)
+        self._compare(module, same)
 
     def _compare(self, module: nn.Module, values: Sequence[Any]) -> None:
         """Refuse local tensors that are declared the same on every row but are not.

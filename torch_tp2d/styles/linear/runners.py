@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ..._tracing import in_graph
 from ...comm import Pending, reshard_fused_grad
 from ...mesh import layouts
 from ...mesh.grid import Grid
@@ -147,7 +148,7 @@ class LinearRunner(_OpRunner):
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2 + self.row_dim, FEATURES)
         ready = None
-        if self.in_rounds and not torch.compiler.is_compiling():
+        if self.in_rounds and not in_graph():
             self.entry.check(x, module)
             ready = prepare_parameters(module, self.prepare, self.grid.context)
         sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
@@ -157,10 +158,11 @@ class LinearRunner(_OpRunner):
         if shards is not None:
             have = self.exit.have[0], Shard(shards.dim)
         moving = None if ready is None else ready.moving
-        param = None if torch.compiler.is_compiling() else VersionGuard(module.weight)
-        call = Call(
-            op, moving, shards, module, param, self.grid.context, lambda: self._shards(module)[0]
-        )
+        if in_graph():
+            y = linear2d(operand, *self._shards(module), Call(op, shards=shards))
+            return self.exit.output(y, sizes, have)
+        guard, context = VersionGuard(module.weight), self.grid.context
+        call = Call(op, moving, shards, module, guard, context, lambda: self._shards(module)[0])
         if ready is None:
             y = linear2d(operand, *self._shards(module), call)
         else:
@@ -254,7 +256,7 @@ class ChoosingRunner(Runner):
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         tokens = self.grid.tokens_of(x)
-        if tokens is None or torch.compiler.is_compiling():
+        if tokens is None or in_graph():
             return self.own.run(module, forward, x)
         key = math.prod(tokens), x.element_size(), torch.is_grad_enabled()
         dataflow = self.chosen.get(key)
