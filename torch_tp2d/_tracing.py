@@ -1,0 +1,37 @@
+"""Which code a graph that ``torch.compile`` traces leaves out, and why.
+
+Such a graph is made once, on each rank for itself, and differs from eager mode in three ways:
+
+* It has no values that Python could look at, and no state but the tensors' own. Checks and hooks
+  are :func:`eager_only`; what was noted for the next module is noted on the tensor.
+* It has plain tensors only: nothing stands in for a value that is still under way, so a weight is
+  gathered, and a gradient reduced, by the node that needs it.
+* It drops a transfer whose result its rank does not use, and merges transfers of equal inputs,
+  though the other ranks' graphs may need both. There every rank has to use what it is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["eager_only", "in_graph"]
+
+
+def in_graph() -> bool:
+    """Whether the code that runs becomes a part of a graph."""
+    return torch.compiler.is_compiling()
+
+
+def eager_only(run: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a check, or a hook, that a graph leaves out."""
+
+    @functools.wraps(run)
+    def unless_traced(*args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            run(*args, **kwargs)
+
+    return unless_traced
