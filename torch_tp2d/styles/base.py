@@ -257,7 +257,7 @@ class _OnGrid:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
         run, forward = self._tp2d.run, super().forward  # type: ignore[misc]
-        refuse_transforms(self)  # type: ignore[arg-type]
+        refuse_transforms(self)
         if debug.is_on():
             return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
         return run(self, forward, *args, **kwargs)

@@ -256,18 +256,18 @@ def gather_for_module(
     shards = _shards(x, declared, grid, None, shape, fuses=grid.context.fuses)
     if shards.dim == x.ndim - 1:
         return _gather_features_for_module(x, declared, grid, shards, shape)
-    learns, twin = torch.is_grad_enabled() and x.requires_grad, None
     if in_graph():
         # The graph waits for the twin where that is multiplied, and for this tensor only if the
         # module's own code reads it. Both come from the same gather.
-        whole, twin = Transfer(x, *shards).value(if_used=True), Shared(x, shards)
+        whole = Transfer(x, *shards).value(if_used=True)
     else:
         whole = Gathering(Transfer(x, *shards))
-        if learns:
-            twin = gather(x, shards, grid.context, whole)
+    learns = torch.is_grad_enabled() and x.requires_grad
     result = grid.with_stand_in(_Attach.apply(x, whole, shards) if learns else whole, wanted, sizes)
-    if twin is not None:
-        keep_twin(result, wanted, twin, grid.context)
+    if in_graph():
+        keep_twin(result, wanted, Shared(x, shards), grid.context)
+    elif learns:
+        keep_twin(result, wanted, gather(x, shards, grid.context, whole), grid.context)
     return result
 
 
