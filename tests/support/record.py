@@ -3,8 +3,8 @@
 :class:`Recorder` keeps the collectives that start, their waits and the matrix products between, in
 order, and what would stop or break a step on a GPU. One process plays the ranks one after another
 (:func:`as_rank`), each in a world that exists only as numbers, and so on NCCL's transport. What is
-asked of the record is in ``test_devices.py``: which rank waits for which in :func:`disagreement`,
-what is waited for without a product beside it in :class:`Schedule`.
+asked of the record is in ``test_devices.py`` (which rank waits for which, :func:`disagreement`) and
+``test_overlap.py`` (what is waited for without a product beside it, :class:`Exposed`).
 """
 
 from __future__ import annotations
