@@ -1,8 +1,9 @@
 """Every private name of torch that the package uses, and what it is used for.
 
 The rest of the package imports these from here, under torch's name without the underscore where
-they are torch's unchanged. ``tests/arithmetic/test_torch_compat.py`` has a test for each of them,
-whose name tells what a release of torch has moved, and allows no private names elsewhere.
+they are torch's unchanged. ``tests/arithmetic/test_torch_compat*.py`` have a test for each of them,
+whose name tells what a release of torch has moved; ``test_package.py`` allows no private names
+elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
+from torch._guards import active_fake_mode as active_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,77 +35,16 @@ from torch.distributed.distributed_c10d import _get_default_timeout, _resolve_pr
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = [
-    "NEEDS_VALUES",
-    "REPLICATE",
-    "SELECTIVE_MODES",
-    "AutoDispatchBelowAutograd",
-    "DisableTorchFunctionSubclass",
-    "StridedShard",
-    "TorchDispatchMode",
-    "active_fake_mode",
-    "adds_to_grad",
-    "are_functorch_transforms_active",
-    "at_end_of_backward",
-    "backend_of",
-    "c10d_collective_of",
-    "c10d_functional",
-    "collective_of",
-    "current_autograd_node",
-    "current_graph_task_id",
-    "current_mesh",
-    "default_timeout",
-    "disable_current_modes",
-    "disable_dynamo",
-    "disabled_torch_function_impl",
-    "dispatch_modes",
-    "dtensor_of",
-    "efficient_attention",
-    "efficient_attention_backward",
-    "fake_mode",
-    "fake_world",
-    "flash_attention",
-    "flash_attention_backward",
-    "flash_attention_for_cpu",
-    "flash_attention_for_cpu_backward",
-    "flex_attention_op",
-    "flops_of",
-    "forward_hooks",
-    "forward_pre_hooks",
-    "fused_all_gather_matmul",
-    "fused_matmul_reduce_scatter",
-    "fuses_products",
-    "gloo_options",
-    "has_hooks",
-    "has_replicate",
-    "hooks_again",
-    "is_mutable",
-    "is_sharded_by_fsdp",
-    "local_tensor",
-    "make_wrapper_subclass",
-    "nodes_made",
-    "number_of_node",
-    "parameters_of",
-    "resolve_process_group",
-    "root_mesh",
-    "safe_softmax",
-    "set_timeout",
-    "spec_of",
-    "submodules_of",
-    "timeout_of",
-    "tree_leaves",
-    "tree_map_only",
-    "version",
-    "was_localized",
-]
-
-# Tensor subclasses and modes. The two without an underscore of their own, TorchDispatchMode and
-# DisableTorchFunctionSubclass, are documented by torch, but under a private module.
+# Tensor subclasses and modes. disable_current_modes hides what ranks tell each other about
+# themselves; nothing is transferred under an active_fake_mode. The two without an underscore of their
+# own, TorchDispatchMode and DisableTorchFunctionSubclass, torch documents under a private module.
 
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 """Makes a tensor that has a shape but no storage: a deferred one, or logits seen as flat."""
@@ -118,9 +58,6 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 AutoDispatchBelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 """A context that skips autograd's kernels, which take longer than the collectives themselves."""
 
-# disable_current_modes: data that ranks exchange about themselves is not counted, traced or
-# checkpointed.
-
 SELECTIVE_MODES = _CachingTorchDispatchMode, _CachedTorchDispatchMode
 """The modes in which selective checkpointing runs a region, and recomputes it."""
 
@@ -129,8 +66,6 @@ def dispatch_modes() -> Sequence[Any]:
     """The active dispatch modes, among which may be a region of selective checkpointing."""
     return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
 
-
-# active_fake_mode: nothing is transferred while a model is traced with fake tensors.
 
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is active, which the styles refuse."""
