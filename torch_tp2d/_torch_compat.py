@@ -43,8 +43,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Tensor subclasses and modes. disable_current_modes hides what ranks tell each other about
-# themselves; nothing is transferred under an active_fake_mode. The two without an underscore of
-# their own, TorchDispatchMode and DisableTorchFunctionSubclass, torch documents under private modules.
+# themselves; nothing is transferred under an active_fake_mode. TorchDispatchMode and
+# DisableTorchFunctionSubclass are documented by torch, but under a private module.
 
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 """Makes a tensor that has a shape but no storage: a deferred one, or logits seen as flat."""
