@@ -355,7 +355,8 @@ def to_dtensor(
     if shape is None:
         x = grid.without_stand_in(x, layout)
         shape = grid.shape_of(x, layout, features)()
-    shape = torch.Size(shape)
+    # DTensor's operators rely on the strides that it is given.
+    x, shape = x.contiguous(), torch.Size(shape)
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         x, grid.mesh, grid.placements(layout), run_check=False, shape=shape, stride=stride

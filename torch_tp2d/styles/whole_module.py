@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed.tensor as dt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch_compat import tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, normalize
 from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved, Runner, first_tensor, local_shards
+from .beside import WrittenInto, beside
 from .boundary import check_handed, to_dtensor
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
@@ -124,9 +127,8 @@ class WholeRunner(Runner):
                 self._compare(module, given, declared)
                 params = parameters_inside(module)
                 y = run_locally(params, forward, args, kwargs, self.grid, shares=(False, False))
-                if isinstance(y, Tensor) and not isinstance(y, DTensor):
-                    return self._hand_on(to_dtensor(y, WHOLE, self.grid, y.shape), given, None)
-                return y
+                y = tree_map_only(Tensor, self._of_whole, y)
+                return self._outputs(module, y, given, x.shape, WHOLE)
             x = to_dtensor(x, declared, self.grid)
             self._compare(module, given, declared)
         elif x.device_mesh != self.grid.mesh:
@@ -152,29 +154,46 @@ class WholeRunner(Runner):
             self.installed(module)
 
             def prepared(value: Any) -> Any:
-                return x if value is given else self._alike(value, given, x)
+                return x if value is given else beside(value, given, x, module, self.grid, layout)
 
+            written = WrittenInto(given, x)
             args, kwargs = tuple(map(prepared, args)), {k: prepared(v) for k, v in kwargs.items()}
             y = run_mixing(module, forward, args, kwargs, x, self.grid)
-        if type(y) is tuple:
-            return tuple(self._handed_on(one, given, x, layout) for one in y)
-        return self._handed_on(y, given, x, layout)
+            written.check(self.here)
+        return self._outputs(module, y, given, x.shape, layout)
 
-    def _handed_on(self, y: Any, given: Tensor, x: DTensor, layout: Layout) -> Any:
-        """One output, in the layout of the input ``x`` if it has the same tokens."""
-        if not isinstance(y, DTensor):
-            return y
-        # DTensor may have replicated it, as it does where a dim is too short for the mesh.
-        alike = y.shape == x.shape or (
-            y.shape[:-1] == x.shape[:-1] and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
-        )
-        return self._hand_on(y, given, layout if alike else None)
+    def _of_whole(self, y: Tensor) -> DTensor:
+        return y if isinstance(y, DTensor) else to_dtensor(y, WHOLE, self.grid, y.shape)
 
-    def _hand_on(self, y: DTensor, given: Tensor, layout: Layout | None) -> Tensor:
-        """The output in the wanted layout, else in ``layout``, else as it is."""
+    def _outputs(
+        self, module: nn.Module, y: Any, given: Tensor, shape: torch.Size, layout: Layout
+    ) -> Any:
+        """The outputs as they are handed on, whatever they are nested in.
+
+        Those of the input's tokens are in its layout. The wanted layout is that of the first, and
+        of others of the same tokens: a recurrence's states have their samples in another dim.
+
+        Args:
+            shape, layout: those of the input as a DTensor.
+        """
+        first = next((one for one in tree_leaves(y) if isinstance(one, DTensor)), None)
+        by_features = Shard(len(shape) - 1) in normalize(layout, len(shape))
+
+        def handed_on(one: DTensor) -> Tensor:
+            assert first is not None
+            if one is not first and (runs_alone(module) or one.shape[:-1] != first.shape[:-1]):
+                return self._hand_on(one, given, None)
+            # DTensor may have replicated it, as it does where a dim is too short for the mesh.
+            alike = one.shape == shape or (one.shape[:-1] == shape[:-1] and not by_features)
+            as_given = layout if alike else None
+            return self._hand_on(one, given, as_given if self.wanted is None else self.wanted)
+
+        return tree_map_only(DTensor, handed_on, y)
+
+    def _hand_on(self, y: DTensor, given: Tensor, wanted: Layout | None) -> Tensor:
+        """The output in the wanted layout, or as it is."""
         was_local = not isinstance(given, DTensor)
         use_local = was_local if self.use_local_output is None else self.use_local_output
-        wanted = layout if self.wanted is None else self.wanted
         if wanted is not None:
             target = self.grid.placements(normalize(wanted, y.ndim))
             if tuple(y.placements) != target:
@@ -248,21 +267,6 @@ class WholeRunner(Runner):
     def _compare(self, module: nn.Module, x: Tensor, declared: Layout) -> None:
         ids = not x.is_floating_point()
         compare_over_ranks(x, declared, module, self.grid, certain=self.certain, to_all=ids)
-
-    def _alike(self, value: Any, given: Tensor, x: DTensor) -> Any:
-        """A further local argument as a DTensor laid out as ``x``, if it has the same tokens."""
-        if isinstance(value, DTensor) or isinstance(given, DTensor):
-            return value
-        if not isinstance(value, Tensor) or value.shape[:-1] != given.shape[:-1]:
-            return value
-        layout = self.grid.layout(x, self.row_dim)
-        same = value.shape == given.shape
-        if Shard(x.ndim - 1) in normalize(layout, x.ndim) and not same:
-            # Where x's features are split, those of a tensor of another width may not be.
-            return value
-        shape = x.shape if same else (*x.shape[:-1], value.shape[-1])
-        value = self.grid.without_stand_in(value, layout)
-        return to_dtensor(value, layout, self.grid, shape)
 
     def _with_whole_features(self, x: DTensor, given: Tensor) -> DTensor:
         """A projection's input, redistributed so that its features are not split.

@@ -252,11 +252,17 @@ def _placed(
 ) -> Any:
     """Redistribute a further tensor argument, replicated on every rank or a DTensor.
 
+    A local tensor that a style has handed out, such as another recurrence's states, is in the
+    layout in which it was.
+
     Raises:
-        ValueError: for a local tensor that does not hold all samples.
+        ValueError: for any other local tensor that does not hold all samples.
     """
     if not isinstance(value, Tensor):
         return value
+    handed = None if isinstance(value, DTensor) else grid.handed(value)
+    if handed is not None:
+        value = to_dtensor(value, handed, grid)
     if not isinstance(value, DTensor):
         dims = {p.dim for p in placements if isinstance(p, Shard)}
         if any(value.shape[dim] != samples for dim in dims):

@@ -165,12 +165,17 @@ class _Hook:
         self.styles_inside = True
         """Whether a style inside may take a prepared tensor, maybe piece by piece as it arrives."""
 
-    def _prepare(self, value: Any, given: _Input | None, use_local: bool) -> Any:
+    def _prepare(self, module: nn.Module, value: Any, given: _Input | None, use_local: bool) -> Any:
         """Redistribute one tensor as ``given`` says; None leaves it alone."""
         if given is None:
             return value
         if not isinstance(value, Tensor):
-            raise TypeError(f"a layout was given for an argument that is {type(value).__name__}")
+            raise TypeError(
+                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: the layouts "
+                f"{given.have} and {given.want} are for a tensor, but it is {type(value).__name__} "
+                f"in their place: give None as its layout, or prepare the tensors inside by "
+                f"entries of the modules that take them"
+            )
         have_layout, want_layout = (
             normalize(layout, value.ndim) for layout in (given.have, given.want)
         )
@@ -269,11 +274,11 @@ class _InputHook(_Hook):
             if given is not None and not given.is_same and isinstance(value, Tensor):
                 check_handed(value, normalize(given.have, value.ndim), module, self.grid)
         args = tuple(
-            self._prepare(value, given, self.use_local)
+            self._prepare(module, value, given, self.use_local)
             for given, value in zip(layouts, args, strict=True)
         )
         kwargs = {
-            name: self._prepare(value, named.get(name), self.use_local)
+            name: self._prepare(module, value, named.get(name), self.use_local)
             for name, value in kwargs.items()
         }
         tokens = [x for given, x in zip(layouts, args, strict=True) if given and not given.is_same]
@@ -342,8 +347,11 @@ class _OutputHook(_Hook):
                 f"{describe_module(module)}: gave {len(values)} outputs, but output_layouts has "
                 f"{len(self.outputs)}"
             )
+        for value, given in zip(values, self.outputs, strict=True):
+            if given is not None and isinstance(value, Tensor):
+                check_handed(value, normalize(given.have, value.ndim), module, self.grid)
         prepared = tuple(
-            self._prepare(value, given, self.use_local)
+            self._prepare(module, value, given, self.use_local)
             for value, given in zip(values, self.outputs, strict=True)
         )
         return prepared if several else prepared[0]

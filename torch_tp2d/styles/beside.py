@@ -1,0 +1,120 @@
+"""Tensors that a replicated module is given beside its input, and changes of the input in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .._torch_compat import local_tensor, version
+from .._tracing import eager_only, in_graph
+from ..comm.groups import sends
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.handed import made_of
+from ..mesh.layouts import Layout, normalize
+from .boundary import to_dtensor
+from .compared_inputs import facts_of_all
+from .module_kinds import describe_module
+
+__all__ = ["WrittenInto", "beside"]
+
+
+def beside(
+    value: Any, given: Tensor, x: DTensor, module: nn.Module, grid: Grid, layout: Layout
+) -> Any:
+    """A further argument of a module that runs on DTensors: a local tensor as a DTensor.
+
+    It is in the layout in which a style has handed it out. Otherwise it is laid out as the input,
+    if it holds the same tokens, and is the same on every rank if not. Sizes do not tell which,
+    since a table may have as many rows as a rank has samples. The graph does, if the tensor was
+    made of what styles have handed out. Without a graph the ranks compare what they hold: what is
+    equal on all of them is replicated, unless it is a constant.
+
+    Args:
+        given: the input as the module was given it.
+        x: the input as a DTensor, in ``layout``.
+
+    Raises:
+        ValueError: on every rank, for a tensor that is neither; and for one whose gradient is
+            partial, as that of positions is.
+    """
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+        return value
+    here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
+    handed = grid.handed(value)
+    if handed is not None:
+        if any(grid.shares(value)):
+            raise ValueError(
+                f"{here} is given a local tensor of shape {tuple(value.shape)} whose gradient is a "
+                f"share of each rank's, as that of positions is, beside its input: hand it on as a "
+                f"DTensor (use_local_output=False), or add it before the module"
+            )
+        return to_dtensor(value, handed, grid)
+    mine = tuple((given if not isinstance(given, DTensor) else local_tensor(x)).shape)
+    layout = normalize(layout, x.ndim)
+    by_features = Shard(x.ndim - 1) in layout
+    # Where the input's features are split, those of a tensor of another width may not be.
+    alike = value.shape[:-1] == mine[:-1] and (value.shape == mine or not by_features)
+    fits = alike or tuple(value.shape) == mine[:-1]
+    if isinstance(module, nn.MultiheadAttention):
+        # Its arguments say by their names what they are (whole_samples.py).
+        whole, tokens = False, alike
+    elif in_graph() or not sends(grid.mesh) or made_of(value):
+        whole, tokens = False, fits
+    else:
+        # The second is a note of whether it fits, so that all ranks know it of all.
+        note = torch.full((1,), int(fits), device=value.device)
+        value_facts, notes = facts_of_all([value, note], grid).unbind(2)
+        same = torch.equal(value_facts, value_facts[:1, :1].expand_as(value_facts))
+        tokens = bool((notes[..., 1] != 0).all())
+        varied = bool((value_facts[..., -1] != 0).any())
+        whole = same and (varied or not tokens)
+        if not whole and not tokens:
+            raise ValueError(
+                f"{here} is given a local tensor of shape {tuple(value.shape)} beside its input of "
+                f"{mine}: it is not the same on every rank, and does not hold the input's tokens: "
+                f"pass a DTensor, which says how it is split (distribute_tensor, "
+                f"use_local_output=False)"
+            )
+    if whole:
+        return to_dtensor(value, (Replicate(), Replicate()), grid, value.shape)
+    if not tokens:
+        return value
+    value = grid.without_stand_in(value, layout)
+    if not alike:
+        row, col = (Replicate() if p == Shard(x.ndim - 1) else p for p in layout)
+        return to_dtensor(value, (row, col), grid, x.shape[:-1])
+    width = x.shape[-1] if value.shape[-1] == mine[-1] else value.shape[-1]
+    return to_dtensor(value, layout, grid, (*x.shape[:-1], width))
+
+
+class WrittenInto:
+    """Notices that a module has changed its local input in place.
+
+    The module is given a DTensor that shares the input's memory. The change is in the input too,
+    but not in its graph, so that whoever uses the input afterwards gets wrong gradients.
+
+    Args:
+        given: the input.
+        x: the DTensor.
+    """
+
+    def __init__(self, given: Tensor, x: DTensor) -> None:
+        watched = not in_graph() and given.requires_grad and not isinstance(given, DTensor)
+        self._x, self._version = x, version(x) if watched else None
+
+    @eager_only
+    def check(self, here: str) -> None:
+        """Refuse the change.
+
+        Raises:
+            ValueError: on every rank, as all run the same code.
+        """
+        if self._version is not None and version(self._x) != self._version:
+            raise ValueError(
+                f"{here} changes its input of shape {tuple(self._x.shape)} in place (add_, mul_, "
+                f"inplace=True), which the graph of a local tensor does not record: let it make a "
+                f"new tensor, or give it a DTensor (use_local_output=False before it)"
+            )
