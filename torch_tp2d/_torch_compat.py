@@ -140,8 +140,7 @@ def adds_to_grad(x: Tensor) -> bool:
     """
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(x).node))
-    except RuntimeError:
-        # Raised for a leaf whose gradient torch.autograd.grad is asked for.
+    except RuntimeError:  # For a leaf whose gradient torch.autograd.grad is asked for.
         return False
 
 
@@ -167,8 +166,7 @@ def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:
     return True
 
 
-# Operators. An Intercept looks for flex_attention_op, to give it a mask for the grid's shards.
-
+# Operators; flex_attention_op is what an Intercept gives a mask for the grid's shards.
 c10d_functional: Any = torch.ops._c10d_functional
 """The functional collectives, which can be traced."""
 
@@ -190,14 +188,13 @@ def c10d_collective_of(op: Any) -> str:
     return str(op._opname).strip("_") if op.namespace == "c10d" else ""
 
 
-flash_attention_for_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_attention_for_cpu_backward: Any = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-)
-flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
-flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+_aten = torch.ops.aten
+flash_attention_for_cpu: Any = _aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_for_cpu_backward: Any = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_attention: Any = _aten._scaled_dot_product_flash_attention
+flash_attention_backward: Any = _aten._scaled_dot_product_flash_attention_backward
+efficient_attention: Any = _aten._scaled_dot_product_efficient_attention
+efficient_attention_backward: Any = _aten._scaled_dot_product_efficient_attention_backward
 """Attention to one block of keys, whose lse is needed to merge blocks."""
 
 
@@ -234,7 +231,7 @@ def fuses_products(device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("symm_mem::fused_all_gather_matmul", key)
 
 
-safe_softmax: Any = torch.ops.aten._safe_softmax
+safe_softmax: Any = _aten._safe_softmax
 """Softmax with zeros for rows of ``-inf`` only, as in ``scaled_dot_product_attention``."""
 
 # Meshes and process groups. set_timeout: torch gives a mesh's groups the default timeout.
@@ -345,6 +342,11 @@ def local_tensor(x: Any) -> Any:
 def spec_of(x: Any) -> Any:
     """A DTensor's spec: its mesh, placements and global shape; None for other tensors."""
     return getattr(x, "_spec", None)
+
+
+def place_by_keyword(op: Any, name: str) -> None:
+    """Let DTensor's cache of an operator's placements look at a keyword argument."""
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_kwargkey = [name]
 
 
 def dtensor_of(local: Tensor, spec: Any) -> DTensor:

@@ -182,6 +182,15 @@ def _(mesh: DeviceMesh) -> None:
     assert compat.spec_of(made) == spec and compat.spec_of(made) is not spec
 
 
+@of("place_by_keyword")
+def _(mesh: DeviceMesh) -> None:
+    # What it is for: tests/collectives/test_attention_inputs.py.
+    op = compat.flash_attention_for_cpu.default
+    assert DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_kwargkey == [
+        "attn_mask"
+    ]
+
+
 @of("REPLICATE", "has_replicate")
 def _(mesh: DeviceMesh) -> None:
     module = nn.Linear(2, 2)

@@ -312,3 +312,21 @@ def _compiled_line() -> None:
 def test_a_compiled_loss() -> None:
     """torchtitan compiles it: what the graph cannot hold is run between two of them."""
     world.run(4, _compiled_line)
+
+
+def _narrow_ids_rank() -> list[float]:
+    mesh = grid_mesh(4, 1)
+    logits, target = noise(3, 5, 12), target_of(3, 5, 12, 0)
+    placed = spread(logits, mesh, (Shard(0), Replicate()))
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return [
+        abs((cross_entropy(placed, target.to(dtype)) - expected).item())
+        for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
+    ]
+
+
+def test_class_ids_of_narrow_dtypes() -> None:
+    """uint8, which torch takes, raised on ranks with tokens, and the rank without any waited for
+    them: the gather of no elements does not look at the dtype of its index."""
+    for differences in world.run(4, _narrow_ids_rank):
+        assert max(differences) < TOLERANCE, differences

@@ -109,6 +109,8 @@ def loss_of(
         raise ValueError(f"label_smoothing is between 0 and 1, not {label_smoothing}")
     if target.is_floating_point() or target.dtype == torch.bool:
         raise TypeError(f"target holds class ids, integers, but has dtype {target.dtype}")
+    # Narrow integers would raise where a rank has tokens and not where it has none.
+    target = target.long()
     if not -logits.ndim <= class_dim < logits.ndim:
         raise ValueError(f"logits of shape {tuple(logits.shape)} have no dim {class_dim}")
     mesh, axes = logits.device_mesh, _axes(logits.device_mesh)

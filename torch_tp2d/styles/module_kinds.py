@@ -18,11 +18,13 @@ __all__ = [
     "describe_module",
     "embeds",
     "head_counts",
+    "input_width",
     "is_conv1d",
     "is_embedding",
     "is_linear",
     "is_patch_embedding",
     "norm_of",
+    "projects",
 ]
 
 
@@ -68,6 +70,18 @@ def is_conv1d(module: nn.Module) -> bool:
     forwards = (kind for kind in type(module).__mro__ if "forward" in vars(kind))
     own = next(kind.__name__ for kind in forwards if not kind.__module__.startswith("torch_tp2d."))
     return own == "Conv1D" and weight.shape[1] == getattr(module, "nf", None)
+
+
+def projects(module: nn.Module) -> bool:
+    """Whether a module is a Linear or a Conv1D."""
+    return is_linear(module) or is_conv1d(module)
+
+
+def input_width(module: nn.Module) -> int:
+    """The features that a module that :func:`projects` takes."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return int(weight.shape[0 if is_conv1d(module) else 1])
 
 
 def is_patch_embedding(module: nn.Module) -> bool:

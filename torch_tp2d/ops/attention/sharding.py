@@ -15,7 +15,11 @@ from typing import Any
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..._torch_compat import flash_attention_for_cpu, flash_attention_for_cpu_backward
+from ..._torch_compat import (
+    flash_attention_for_cpu,
+    flash_attention_for_cpu_backward,
+    place_by_keyword,
+)
 
 __all__: list[str] = []
 
@@ -36,6 +40,8 @@ def _alike(inputs: int, outputs: int, mask: Any, query: Any) -> list[Any]:
             f"attention on a CPU with a query placed {tuple(query.placements)}: only batch and "
             f"heads may be split, as (batch, heads, sequence, features) has them"
         )
+    if mask is not None:
+        _check_mask(mask, query)
     rules = []
     for placement in (Replicate(), Shard(_BATCH), Shard(_HEADS)):
         dropout_and_causal = [None, None]
@@ -51,6 +57,22 @@ def _mask(spec: Any, placement: Any) -> Any:
     from_end = 4 - placement.dim
     dim = spec.ndim - from_end
     return Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else Replicate()
+
+
+def _check_mask(mask: Any, query: Any) -> None:
+    """Refuse a mask that is not placed as the query: DTensor moves no argument given by keyword.
+
+    Raises:
+        ValueError: on every rank, since all know the placements.
+    """
+    axes = list(zip(query.placements, mask.placements, query.mesh.shape, strict=True))
+    wanted = [_mask(mask, placement) for placement, _, _ in axes]
+    if any(have != want for (_, have, n), want in zip(axes, wanted, strict=True) if n > 1):
+        raise ValueError(
+            f"attention with a query placed {tuple(query.placements)} and a mask of shape "
+            f"{tuple(mask.shape)} placed {tuple(mask.placements)}: redistribute the mask to "
+            f"{tuple(wanted)} first, as torch moves no argument that is given by keyword"
+        )
 
 
 @register_sharding(flash_attention_for_cpu.default)
@@ -80,3 +102,8 @@ def _backward(
     scale: float | None = None,
 ) -> Any:
     return _alike(6, 3, attn_mask, query)
+
+
+# What it has found for one mask would hold for a mask placed otherwise.
+place_by_keyword(flash_attention_for_cpu.default, "attn_mask")
+place_by_keyword(flash_attention_for_cpu_backward.default, "attn_mask")

@@ -16,7 +16,7 @@ from ..base import Resolved, Runner
 from ..intercept import Intercept
 from ..local_math import run_locally
 from ..masks import Masks
-from ..module_kinds import describe_module
+from ..module_kinds import describe_module, input_width, projects
 from .call import Call
 from .config import local_config
 from .tokens import Tokens
@@ -43,6 +43,8 @@ class AttentionRunner(Runner):
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self.heads = style.heads(module, grid.col)
+        self.widths = frozenset(map(input_width, filter(projects, module.modules())))
+        """The features that projections inside take, by which states to attend to are known."""
         self.masks = Masks(grid, style.row_dim, None, (), owner=module)
         self.local_values = style.local_values(module, grid.col)
         self.config_values = style.config_values(module, grid.col)

@@ -62,7 +62,10 @@ class Tokens:
     def enter(self, value: Any, name: str) -> Any:
         """An argument in the form in which the module sees it on this rank."""
         if isinstance(value, tuple | list):
-            return type(value)(self.enter(item, name) for item in value)
+            entered = [self.enter(item, name) for item in value]
+            return type(value)(*entered) if hasattr(value, "_fields") else type(value)(entered)
+        if isinstance(value, dict):
+            return {key: self.enter(item, name) for key, item in value.items()}
         if isinstance(value, BlockMask):
             return self._own_blocks(value, name)
         if not isinstance(value, Tensor):
@@ -72,6 +75,10 @@ class Tokens:
         if not (isinstance(value, DTensor) and value.is_floating_point() and value.ndim == 3):
             return self._cut(value, name)
         if value.shape[0] != self.hidden.shape[0] or name in self.runner.whole_inputs:
+            return self._cut(value, name)
+        widths = self.runner.widths
+        if widths and value.shape[-1] not in widths:
+            # A bias of each sample [batch, queries, keys].
             return self._cut(value, name)
         # A DTensor [batch, sequence, hidden] beside the hidden states: the states to attend to.
         self.keys = value.shape[1]
@@ -103,7 +110,7 @@ class Tokens:
         """This row's and column's part of an input that covers all tokens and heads."""
         dims = self.runner.whole_inputs.get(name)
         if dims is None:
-            dims = _dims_of(x)
+            dims = self._dims_by_sizes(x, name)
         elif len(dims) != x.ndim:
             raise ValueError(
                 f"{describe_module(self.module)}: {name} has shape {tuple(x.shape)}, but "
@@ -126,6 +133,30 @@ class Tokens:
                     start, count = 0, 1
                 x = x.narrow(placement.dim, start, count)
         return x
+
+    def _dims_by_sizes(self, x: Tensor, name: str) -> tuple[str | None, ...]:
+        """What the dims of an input are that ``whole_inputs`` does not name.
+
+        Raises:
+            ValueError: for a bias of each head, or of each sample, where there are as many of both.
+        """
+        heads = None if self.runner.heads is None else self.runner.heads.query
+        queries, keys = self.lengths
+        if x.ndim == 1 and x.shape[0] == heads != queries:
+            return ("heads",)
+        if x.ndim == 2 and x.shape[0] != queries and tuple(x.shape) == (self.extent(0), keys):
+            if x.is_floating_point() or x.dtype == torch.bool:
+                # It hides keys of samples, and each rank has all keys.
+                return "batch", None
+        batches = heads is not None and heads > 1 and x.ndim == 3
+        if batches and tuple(x.shape) == (heads, queries, keys) and heads == self.extent(0):
+            raise ValueError(
+                f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name} "
+                f"of shape {tuple(x.shape)} is of each sample or of each head, which are {heads} "
+                f"both: say what its dims are: Attention2D(whole_inputs={{{name!r}: "
+                f'("heads", "sequence", None)}}), or ("batch", "sequence", None)'
+            )
+        return _dims_of(x)
 
     def _own_blocks(self, mask: BlockMask, name: str) -> BlockMask:
         """This row's and column's part of a BlockMask of ``flex_attention``."""
