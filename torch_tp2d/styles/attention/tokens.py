@@ -63,7 +63,8 @@ class Tokens:
         """An argument in the form in which the module sees it on this rank."""
         if isinstance(value, tuple | list):
             entered = [self.enter(item, name) for item in value]
-            return type(value)(*entered) if hasattr(value, "_fields") else type(value)(entered)
+            named = isinstance(value, tuple) and type(value) not in (tuple, torch.Size)
+            return type(value)(*entered) if named else type(value)(entered)
         if isinstance(value, dict):
             return {key: self.enter(item, name) for key, item in value.items()}
         if isinstance(value, BlockMask):
