@@ -121,7 +121,7 @@ class Masks:
     ) -> None:
         self.grid = grid
         self._surroundings = surroundings
-        self._here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
+        self.here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
         self._given = _Widths(grid.col, beside, surroundings.widths or ())
@@ -170,27 +170,28 @@ class Masks:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if not isinstance(query, DTensor):
-            self._surroundings.check_axes(self._here, query, self.grid)
         if isinstance(query, DTensor):
             here, on_key, on_value = map(_placements, (query, key, value))
             by_others = any(isinstance(p, Shard) and p.dim > 1 for p in here)
             if by_others or not here == on_key == on_value:
                 raise ValueError(
-                    f"{self._here}: dropout is for a "
+                    f"{self.here}: dropout is for a "
                     f"query, key and value placed alike, split by batch and heads, but the query "
                     f"is placed {here}"
                 )
             layout, shape = self.grid.layout(query, self.row_dim), tuple(query.shape)
             q, k, v = (x.to_local() for x in (query, key, value))  # type: ignore[attr-defined]
+        elif self.declared is not None:
+            layout, shape, q, k, v = normalize(self.declared, 4), None, query, key, value
         else:
+            self._surroundings.check_axes(self.here, query, self.grid)
+            if self.row_dim == 1 and self.grid.row.size > 1:
+                raise ValueError(
+                    f"{self.here}: dropout inside attention with row_dim=1 needs a style for the "
+                    f"attention module: name it in the plan"
+                )
             layout, shape = (Shard(0), self._heads(query)), None
             q, k, v = query, key, value
-        if self.row_dim == 1 and self.grid.row.size > 1:
-            raise ValueError(
-                f"{self._here}: dropout inside attention "
-                f"with row_dim=1 needs a style for the attention module: name it in the plan"
-            )
         if isinstance(attn_mask, DTensor):
             attn_mask = attn_mask.full_tensor()
         if enable_gqa:
@@ -232,7 +233,7 @@ class Masks:
             split = self._taken.told(query.shape[1] * query.shape[-1])
         if len(split) > 1:
             raise ValueError(
-                f"{self._here}: the heads of a local query {tuple(query.shape)} may be all or this "
+                f"{self.here}: the heads of a local query {tuple(query.shape)} may be all or this "
                 f"rank's part of them: name the attention module in the plan, with Attention2D, or "
                 f"have its projections hand on DTensors (use_local_output=False)"
             )
@@ -255,15 +256,15 @@ class Masks:
         if known_layout is not None:
             # No feature count: ranks with shards of different sizes might find different ones.
             return normalize(known_layout, x.ndim), None
-        self._surroundings.check_axes(self._here, x, self.grid)
+        self._surroundings.check_axes(self.here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
         if x.ndim in (2, 3):
             if col.size > 1 and self._is_part(x):
                 on_row: Placement = Shard(self.row_dim)
                 if x.ndim == 2:
-                    on_row, _ = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
+                    on_row, _ = self._surroundings.layout(self.here, x, self.row_dim, self.grid)
                 return (on_row, Shard(x.ndim - 1)), self._given.whole_of(x.shape[-1])
-            return self._surroundings.layout(self._here, x, self.row_dim, self.grid), None
+            return self._surroundings.layout(self.here, x, self.row_dim, self.grid), None
         on_row, on_col = Shard(0 if x.ndim > 3 else self.row_dim), Replicate()
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
             # Is it [batch, heads, queries, keys] of this rank's heads, as its projections give?
@@ -272,7 +273,7 @@ class Masks:
             if x.ndim == 4 and self._given.split and x.shape[2] == tokens:
                 return (on_row, Shard(1)), None
             raise ValueError(
-                f"{self._here}: the sizes {tuple(x.shape)} of a local input do not tell its "
+                f"{self.here}: the sizes {tuple(x.shape)} of a local input do not tell its "
                 f"layout: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
                 f"with Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
                 f"Dropout2D(input_layouts=Replicate())"
@@ -303,7 +304,7 @@ class Masks:
 
     def _unclear(self, x: Tensor) -> ValueError:
         return ValueError(
-            f"{self._here}: the last dim of a local input {tuple(x.shape)} may be this rank's part "
+            f"{self.here}: the last dim of a local input {tuple(x.shape)} may be this rank's part "
             f"of the {self._given.split} features of modules beside it, or a whole output, as wide "
             f"as a part is on some rank: name the nn.Dropout in the plan (or put one in the place "
             f"of F.dropout), with Dropout2D(input_layouts=Shard(-1)) for the part, "
