@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 import torch_tp2d
-from support import world
+from support import models, world
 from support.dropout import Feeds, Layer, differences, feeds_plan, on_one_device
 from support.marks import deep
-from support.models import UNEVEN, grid_mesh
-from torch_tp2d import Colwise2D, Rowwise2D
+from support.models import UNEVEN, batch, grid_mesh
+from torch_tp2d import Colwise2D, Local2D, Rowwise2D
 from torch_tp2d.styles.own_dropout import CodeReader, Drops
 
 TOLERANCE = 1e-12
@@ -203,3 +205,84 @@ def _refused() -> None:
 def test_other_functions_that_drop_are_refused() -> None:
     """Losses on 1x1 and 2x1 differed: the modules of these functions were refused, not they."""
     world.run(2, _refused)
+
+
+class _Attention(nn.Module):
+    def __init__(self, weights: bool) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
+        self.weights = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x, x, x, need_weights=self.weights)[0]
+        return y
+
+
+class _Scales(_Drops):
+    def __init__(self) -> None:
+        super().__init__(0.4)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+class _Whole(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        for param in middle.parameters():
+            nn.init.normal_(param, std=0.3)
+        self.middle = middle
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.middle(self.tok(ids)))
+
+
+def _whole(rows: int, columns: int, tokens: bool) -> dict[str, list[float]]:
+    """Losses, sums of squares of gradients, and the next number of the generator."""
+    mesh, seen = grid_mesh(rows, columns), {}
+    stream: Any = Shard(1) if tokens else Replicate()
+    local = {"Local2D": (_Scales(), Local2D())}
+    cases: dict[str, tuple[nn.Module, Any]] = {
+        "own": (_Scales(), torch_tp2d.Replicate()),
+        "attention": (_Attention(False), torch_tp2d.Replicate()),
+        "attention and its weights": (_Attention(True), torch_tp2d.Replicate()),
+        "layer": (
+            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
+            torch_tp2d.Replicate(),
+        ),
+        **({"SequenceParallel": (_Scales(), SequenceParallel())} if tokens else local),
+    }
+    for name, (middle, style) in cases.items():
+        model = _Whole(middle)
+        on = isinstance(style, Local2D)
+        plan = {
+            "tok": Rowwise2D(output_layouts=stream, use_local_output=on),
+            "middle": style,
+            "head": Colwise2D(input_layouts=stream, use_local_output=False),
+        }
+        torch_tp2d.parallelize_module(model, mesh, plan)
+        ids, target = batch(4, 6, 11)
+        torch.manual_seed(5)
+        loss = models.loss_of(model(ids), target)
+        loss.backward()
+        grads = sum(param.grad.full_tensor().square().sum().item() for param in model.parameters())
+        seen[name] = [loss.item(), grads, torch.rand(()).item()]
+    return seen
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_dropout_of_modules_that_a_style_runs_whole(tokens: bool) -> None:
+    """One seed gave other losses on 1x1, 1x2 and 2x1, and the ranks' generators diverged.
+
+    Under Replicate() dropout was DTensor's own, in nn.MultiheadAttention and
+    nn.TransformerEncoderLayer too, whose rate is 0.1 by default; under Local2D it was each rank's.
+    """
+    (wanted,) = world.run(1, _whole, 1, 1, tokens)
+    for rows, columns in ((1, 2), (2, 1)):
+        for seen in world.run(2, _whole, rows, columns, tokens):
+            for name, values in wanted.items():
+                assert seen[name] == pytest.approx(values, rel=1e-10), (rows, columns, name)
