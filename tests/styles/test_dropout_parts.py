@@ -17,7 +17,7 @@ import torch_tp2d
 from support import models, world
 from support.dropout import OnOneDevice, on_one_device
 from support.models import grid_mesh, relative
-from torch_tp2d import Colwise2D, Rowwise2D
+from torch_tp2d import Colwise2D, Dropout2D, Rowwise2D
 
 TOLERANCE = 1e-12
 
@@ -222,3 +222,111 @@ def test_parts_of_one_width_on_some_columns() -> None:
     assert max(world.run(3, _branches, False, False)) < TOLERANCE
     assert max(world.run(3, _branches, True, True)) < TOLERANCE
     assert all("the [5, 7] features" in words for words in world.run(3, _refused_branches))
+
+
+class _BatchAndHeads(nn.Module):
+    """Attention weights with the batch and the heads in one dim, as fairseq has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok = nn.Embedding(11, 8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        size, length, _ = x.shape
+        q, k, v = (
+            y(x).view(size, length, -1, 2).transpose(1, 2).reshape(-1, length, 2)
+            for y in (self.q, self.k, self.v)
+        )
+        y = self.dropout((q @ k.mT).softmax(-1)) @ v
+        return self.o(y.view(size, -1, length, 2).transpose(1, 2).flatten(2))
+
+
+def _batch_and_heads(columns: int, recorded: bool) -> str:
+    model = _BatchAndHeads()
+    plan = {"tok": Rowwise2D(), "[qkv]": Colwise2D(), "o": Rowwise2D()}
+    torch_tp2d.parallelize_module(model, grid_mesh(1, columns), plan)
+    with (
+        torch.set_grad_enabled(recorded),
+        pytest.raises(ValueError, match="a batch and its heads in one dim") as failed,
+    ):
+        model(torch.arange(10).view(2, 5))
+    return str(failed.value)
+
+
+def test_a_batch_and_its_heads_in_one_dim() -> None:
+    """On one row all columns dropped the same of their heads: gradients 0.7 off, in silence.
+
+    What has three dims was taken for tokens, and where no axis splits them nothing looked at their
+    number. The graph tells what it is made of, the batch where there is none.
+    """
+    for message in world.run(2, _batch_and_heads, 2, True) + world.run(
+        2, _batch_and_heads, 2, False
+    ):
+        assert "Dropout" in message and "(4, 5, 5)" in message and "tp_col=2" in message
+    assert all("(2, 5, 5)" in message for message in world.run(4, _batch_and_heads, 4, True))
+
+
+class _Channels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.dropout = nn.Conv2d(3, 7, 2, 2), nn.Dropout(0.5)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.patches(x))
+
+
+def _channels() -> float:
+    model = _Channels()
+    reference, x = on_one_device(model), models.noise(2, 3, 4, 4)
+    plan = {"patches": Colwise2D(), "dropout": Dropout2D(input_layouts=Shard(1))}
+    torch_tp2d.parallelize_module(model, grid_mesh(1, 2), plan)
+    outputs = []
+    for part in (reference, model):
+        torch.manual_seed(7)
+        outputs.append(part(x).detach())
+    return relative(outputs[1], outputs[0].chunk(2, 1)[model.dropout._tp2d.grid.col.index])
+
+
+def _samples_of_five_dims() -> float:
+    x, outputs = models.noise(3, 2, 3, 2, 2), []
+    model = nn.Dropout(0.5)
+    reference = on_one_device(nn.Sequential(model))
+    torch_tp2d.parallelize_module(model, grid_mesh(2, 1), Dropout2D(input_layouts=Replicate()))
+    row = model._tp2d.grid.row.index
+    for part, given in ((reference, x), (model, x.chunk(2)[row])):
+        torch.manual_seed(7)
+        outputs.append(part(given))
+    return relative(outputs[1], outputs[0].chunk(2)[row])
+
+
+def test_declared_dims_that_do_not_divide() -> None:
+    """The second rank's mask was of other elements: heads, channels and five dims were to divide.
+
+    Of 7 channels columns hold 4 and 3, of 3 samples rows hold 2 and 1: the ranks ask each other.
+    """
+    assert max(world.run(2, _channels)) < TOLERANCE
+    assert max(world.run(2, _samples_of_five_dims)) < TOLERANCE
+
+
+def _vector() -> str:
+    model, grid = nn.Dropout(0.5), grid_mesh(2, 1)
+    torch_tp2d.parallelize_module(model, grid, Dropout2D())
+    with pytest.raises(ValueError, match="holds no tokens") as failed:
+        model(torch.ones(6))
+    told = nn.Dropout(0.5)
+    whole = Replicate(), Replicate()
+    torch_tp2d.parallelize_module(told, grid, Dropout2D(input_layouts=whole))
+    torch.manual_seed(7)
+    return f"{failed.value} {told(torch.ones(6)).tolist()}"
+
+
+def test_a_vector_is_no_tokens() -> None:
+    """Each row dropped other elements of a vector that all have: it was taken for tokens."""
+    first, second = world.run(2, _vector)
+    assert first == second and "input_layouts=(Replicate(), Replicate())" in first

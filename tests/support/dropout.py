@@ -48,7 +48,7 @@ class OnOneDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
+        if func in (F.dropout, torch.dropout):
             return WholeDropout(kwargs["p"] if "p" in kwargs else args[1])(args[0])
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "mask", "p", "causal")

@@ -14,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .._torch_compat import submodules_of
+from ..styles.attention import Attention2D
 from ..styles.base import GridStyle
 from ..styles.dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from ..styles.lifted import Lifted
 from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
 from ..styles.module_kinds import describe_module, is_conv1d, is_embedding, is_linear
+from ..styles.own_dropout import CodeReader, Drops
 from ..styles.replicated import Replicate
 from .lora import is_adapted
 from .lora import parts as adapted_parts
@@ -217,7 +219,8 @@ def _unnamed_dropouts(root: nn.Module, entries: list[Entry]) -> list[Entry]:
     covered, scopes = _covered(entries), _scopes(root, entries)
     found = []
     for name, module in root.named_modules():
-        in_scope = id(module) in covered or name.rpartition(".")[0] in scopes
+        around = _around(root, name, scopes)
+        in_scope = id(module) in covered or around is not None
         if not name or not in_scope or id(module) in named or "_tp2d" in module.__dict__:
             continue
         if isinstance(module, OTHER_KINDS) and module.p:
@@ -228,25 +231,60 @@ def _unnamed_dropouts(root: nn.Module, entries: list[Entry]) -> list[Entry]:
         if isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
             style = Dropout2D(row_dim=_row_dim(name, entries))
             style.by_default = True
-            parent = root.get_submodule(name.rpartition(".")[0])
+            parent = root.get_submodule(name.rpartition(".")[0] if around is None else around)
             found.append(Entry("", name, module, parent, style))
     return found
 
 
+def _around(root: nn.Module, name: str, scopes: set[str]) -> str | None:
+    """The scope that a module stands in, maybe in a container without parameters; else None."""
+    above = name.rpartition(".")[0]
+    while above not in scopes:
+        if any(True for _ in root.get_submodule(above).parameters()):
+            return None
+        above = above.rpartition(".")[0]
+    return above
+
+
 def _dropping_inside(root: nn.Module, entries: list[Entry]) -> list[Entry]:
-    """Entries for unstyled modules around styled Linears that compute dropout in their own code."""
-    covered = _covered(entries)
-    names = {id(module): name for name, module in root.named_modules()}
-    around: dict[int, Entry] = {}
-    for entry in entries:
-        parent = entry.parent
-        if parent is None or id(parent) in covered or not rates_of(parent):
+    """Entries for modules without a style that compute dropout in their own code.
+
+    Raises:
+        ValueError: for an ``nn.Dropout`` with a forward of its own that calls no dropout of torch.
+    """
+    covered, scopes = _covered(entries), _scopes(root, entries)
+    attend = [f"{entry.name}." for entry in entries if isinstance(entry.style, Attention2D)]
+    linears = {id(e.parent): e for e in entries if isinstance(unlifted(e), LINEAR_STYLES)}
+    reader = CodeReader()
+    found = []
+    for name, module in root.named_modules():
+        around = name if name in scopes else _around(root, name, scopes) if name else None
+        is_covered = id(module) in covered
+        if around is None and not is_covered:
             continue
-        linear = unlifted(entry)
-        if isinstance(linear, LINEAR_STYLES):
-            style = DropoutInside(linear.row_dim)
-            around[id(parent)] = Entry("", names[id(parent)], parent, parent, style)
-    return list(around.values())
+        drops = reader.drops_of(module)
+        if isinstance(module, nn.Dropout) and drops is None and module.p:
+            raise ValueError(
+                f"{name!r}: {describe_module(module)} has a forward of its own, which calls no "
+                f"dropout of torch, so what it drops on shards is not known: use nn.Dropout in its "
+                f"place, have it call F.dropout, or set its p to 0"
+            )
+        # Attention2D replaces what modules inside it call, too.
+        if around is None or is_covered or any(f"{name}.".startswith(a) for a in attend):
+            continue
+        linear = linears.get(id(module))
+        if linear is not None:
+            rates = rates_of(module)
+            drops = drops or (Drops() if rates else None)
+            drops = drops and drops._replace(rates=tuple({*drops.rates, *rates}))
+        elif "_tp2d" in module.__dict__:
+            continue
+        if drops is None:
+            continue
+        row_dim = _row_dim(name, entries) if linear is None else unlifted(linear).row_dim
+        parent = root.get_submodule(around)
+        found.append(Entry("", name, module, parent, DropoutInside(row_dim, drops)))
+    return found
 
 
 def features_of(linear: Any) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from .base import GridStyle, LayoutLike, Resolved, Runner
 from .intercept import Intercept
 from .masks import Masks
 from .module_kinds import describe_module
+from .own_dropout import Drops
 from .surroundings import UNKNOWN
 
 __all__ = ["OTHER_KINDS", "Dropout2D", "DropoutInside", "rates_of"]
@@ -40,14 +41,15 @@ class Dropout2D(GridStyle):
     the same elements of its part of the batch.
 
     :func:`torch_tp2d.parallelize_module` gives this style to every ``nn.Dropout`` that stands
-    beside modules which the plan names. With p = 0, and in eval, the module runs as it is.
+    beside or inside modules which the plan names. With p = 0, and in eval, the module runs as it
+    is.
 
     Keyword Args:
         input_layouts: layout of a local input, read as by :class:`Colwise2D`. A DTensor knows its
-            own. By default the sizes tell it: the token layout if the sequence is this rank's part
-            of the current tokens, the feature layout if the last dim is this rank's part of the
-            features of a module beside it that hands on local features (such as ``wi`` in
-            ``wo(dropout(act(wi(x))))``), else the row layout.
+            own. By default the sizes tell it, of at least two dims: the token layout if the
+            sequence is this rank's part of the current tokens, the feature layout if the last dim
+            is this rank's part of the features of a module beside it that hands on local features
+            (such as ``wi`` in ``wo(dropout(act(wi(x))))``), else the row layout.
         row_dim: the token dim that ``tp_row`` splits.
 
     Raises:
@@ -113,14 +115,16 @@ class _DropoutRunner(Runner):
 class DropoutInside(GridStyle):
     """Dropout that a module's own code computes, by ``F.dropout`` or inside attention.
 
-    :func:`torch_tp2d.parallelize_module` gives this style to modules that hold Linears of the plan
-    and have an attribute that is a dropout rate.
+    :func:`torch_tp2d.parallelize_module` gives this style to modules without another one whose code
+    refers to a function that drops (:mod:`torch_tp2d.styles.own_dropout`).
     """
 
-    def __init__(self, row_dim: int, beside: Sequence[tuple[int, Placement]] = ()) -> None:
+    def __init__(self, row_dim: int, drops: Drops) -> None:
         super().__init__()
         self.row_dim = row_dim
-        self.beside = beside
+        self.drops = drops
+        self.beside: Sequence[tuple[int, Placement]] = ()
+        """As of :class:`Dropout2D`."""
         self.taking: Sequence[tuple[int, Placement]] = ()
         """Input feature count of each Linear inside, and its placement on ``tp_col``."""
         self.surroundings = UNKNOWN
@@ -130,13 +134,15 @@ class DropoutInside(GridStyle):
 
     def runner(self, module: nn.Module, grid: Grid) -> Runner:
         masks = Masks(grid, self.row_dim, None, self.beside, module, self.surroundings, self.taking)
-        return _InsideRunner(masks, rates_of(module))
+        return _InsideRunner(masks, self.drops)
 
 
 def rates_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the attributes of a module that are dropout rates for its own code.
+    """Names of the attributes of a module that look like dropout rates for its own code.
 
-    In an attention module they may be an ``nn.Dropout`` that is held only for its rate.
+    They count besides those that its code is seen to use, since it may hand them to functions that
+    are not known before it runs. In an attention module they may be an ``nn.Dropout`` that is held
+    only for its rate.
     """
     found = [name for name, value in vars(module).items() if isinstance(value, float)]
     if "att" in type(module).__name__.lower():
@@ -148,15 +154,14 @@ class _InsideRunner(Runner):
     style = "DropoutInside"
     by_default = True
 
-    def __init__(self, masks: Masks, rates: tuple[str, ...]) -> None:
-        self.masks, self.rates, self.grid = masks, rates, masks.grid
+    def __init__(self, masks: Masks, drops: Drops) -> None:
+        self.masks, self.drops, self.grid = masks, drops, masks.grid
 
     def resolved(self) -> Resolved:
         return self.masks.resolved()._replace(runs_parameters=False)
 
     def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        values = (getattr(module, name, 0.0) for name in self.rates)
-        if not module.training or not any(getattr(value, "p", value) for value in values):
+        if not module.training or not self.drops.may(module):
             return forward(*args, **kwargs)
-        with Intercept(self.masks.drop, self.masks.attention):
+        with Intercept(self.masks.drop, self.masks.attention, self.masks.here):
             return forward(*args, **kwargs)

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import flex_attention_op
 
-__all__ = ["Intercept"]
+__all__ = ["RATES", "Intercept"]
+
+_OTHERS: Mapping[Any, bool] = {
+    F.alpha_dropout: False,
+    F.dropout1d: True,
+    F.dropout2d: True,
+    F.dropout3d: True,
+    F.feature_alpha_dropout: False,
+    torch.alpha_dropout: True,
+    torch.alpha_dropout_: True,
+    torch.feature_alpha_dropout: True,
+    torch.feature_alpha_dropout_: True,
+    torch.feature_dropout: True,
+    torch.feature_dropout_: True,
+    torch.native_dropout: True,
+}
+"""The other functions that drop, and whether they do so by default: not defined on shards."""
+
+RATES: Mapping[Any, tuple[int, str, float]] = {
+    F.dropout: (1, "p", 0.5),
+    torch.dropout: (1, "p", 0.5),
+    torch.dropout_: (1, "p", 0.5),
+    **{function: (1, "p", 0.5) for function in _OTHERS},
+    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+    F.multi_head_attention_forward: (10, "dropout_p", 0.0),
+}
+"""Every function that drops: the place and the name of its rate, and the rate by default."""
 
 
 class Intercept(TorchFunctionMode):
@@ -20,24 +49,42 @@ class Intercept(TorchFunctionMode):
     Args:
         drop: ``(x, p) -> Tensor``, called only in training and with ``p`` other than 0.
         attention: has the signature of ``scaled_dot_product_attention``.
+        here: the module and its mesh, for messages.
+
+    Raises:
+        ValueError: by the other functions of torch that drop, in training and with ``p`` other
+            than 0.
     """
 
     def __init__(
-        self, drop: Callable[[Tensor, float], Tensor], attention: Callable[..., Tensor]
+        self,
+        drop: Callable[[Tensor, float], Tensor],
+        attention: Callable[..., Tensor],
+        here: str,
     ) -> None:
         super().__init__()
-        self.drop, self.attention = drop, attention
+        self.drop, self.attention, self.here = drop, attention, here
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.dropout:
-            func = self._dropout
-        elif func is F.scaled_dot_product_attention:
-            func = self.attention
-        elif func is flex_attention_op:
+        if func is flex_attention_op:
             _check_blocks(args[0], args[4])
-        return func(*args, **(kwargs or {}))
+        return self.replaced(func)(*args, **(kwargs or {}))
+
+    def replaced(self, func: Any) -> Callable[..., Any]:
+        """What is called in the place of a function, which mostly is that function."""
+        if func is F.dropout:
+            return self._dropout
+        if func is F.scaled_dot_product_attention:
+            return self.attention
+        if func is F.multi_head_attention_forward:
+            return self._of_heads
+        if func == torch.dropout or func == torch.dropout_:
+            return partial(self._torch_dropout, func == torch.dropout_)
+        if func in _OTHERS:
+            return partial(_other, self.here, func)
+        return func
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
@@ -52,6 +99,50 @@ class Intercept(TorchFunctionMode):
             return input
         dropped = self.drop(input, p)
         return input.copy_(dropped) if inplace else dropped
+
+    def _torch_dropout(self, inplace: bool, input: Tensor, p: float, train: bool) -> Tensor:
+        return self._dropout(input, p, train, inplace)
+
+    def _of_heads(self, *args: Any, **kwargs: Any) -> Any:
+        """``multi_head_attention_forward``, whose own calls are replaced too.
+
+        A mode is not active in a function that it was given, so torch's code runs with other
+        functions under the names by which it calls these.
+        """
+        own = F.multi_head_attention_forward
+        place, name, _ = RATES[own]
+        p = args[place] if len(args) > place else kwargs[name]
+        if not p or not kwargs.get("training", True):
+            return own(*args, **kwargs)
+        names = {
+            **own.__globals__,
+            "dropout": self._dropout,
+            "scaled_dot_product_attention": self.attention,
+            "has_torch_function": lambda tensors: False,
+        }
+        inside = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
+        return inside(*args, **kwargs)
+
+
+def _other(
+    here: str,
+    func: Any,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool | None = None,
+    inplace: bool = False,
+    *,
+    train: bool | None = None,
+) -> Any:
+    asked = train if training is None else training
+    if p and (_OTHERS[func] if asked is None else asked):
+        raise ValueError(
+            f"{here}: it calls {func.__name__} of a tensor {tuple(input.shape)}, which drops more "
+            f"than single elements or shifts the others, and that is not defined on shards here: "
+            f"call F.dropout in its place, or set its p to 0"
+        )
+    given = {"inplace": inplace} if inplace else {}
+    return func(input, p, _OTHERS[func] if asked is None else asked, **given)
 
 
 _MISFIT = "flex_attention got a BlockMask that was made for another batch or other heads"

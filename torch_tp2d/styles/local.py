@@ -15,7 +15,9 @@ from ..mesh.layouts import Layout, as_layout, normalize, row_layout
 from .base import GridStyle, LayoutLike, Resolved, Runner
 from .boundary import to_dtensor
 from .local_math import run_locally
+from .masks import Masks
 from .module_kinds import describe_module
+from .own_dropout import OwnDropout
 from .surroundings import UNKNOWN
 
 __all__ = ["Local2D"]
@@ -130,6 +132,8 @@ class _LocalRunner(Runner):
         self.sees_all = self.declared == (dt.Replicate(), dt.Replicate())
         # Each row has its own samples, unless every row has all of them.
         self.samples: Layout = (dt.Replicate(), dt.Replicate()) if self.sees_all else row_layout()
+        declared = self.samples if self.declared is None else self.declared
+        self.own = OwnDropout(module, Masks(grid, 0, declared, (), module))
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
     def resolved(self) -> Resolved:
@@ -142,7 +146,8 @@ class _LocalRunner(Runner):
         args = tuple(self._local(module, x) for x in args)
         kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
         params = [(module, name) for name in self.names]
-        y = run_locally(params, forward, args, kwargs, self.grid, shares=shares)
+        own = self.own.replacing(forward, module)
+        y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
         if self.sees_all:
             return y
         local = not batches if self.use_local_output is None else self.use_local_output

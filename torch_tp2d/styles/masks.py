@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,10 @@ from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved
 from .boundary import to_dtensor
 from .canonical import canonical
 from .module_kinds import describe_module
-from .surroundings import UNKNOWN, Surroundings, is_of_features, tokens_by_sizes
+from .surroundings import UNKNOWN, Surroundings, tokens_by_sizes
+from .widths import Widths
 
 __all__ = ["Masks", "next_key"]
-
-_TOKEN_DIMS: Mapping[int, Mapping[int, int]] = {2: {0: 0}, 4: {0: 0, 2: 1, 3: 1}}
-"""For a number of dims: which of them are the batch (0) and which the sequence (1)."""
 
 
 def next_key(grid: Grid) -> Tensor:
@@ -67,45 +65,6 @@ def next_key(grid: Grid) -> Tensor:
     return key
 
 
-class _Widths:
-    """The feature counts that modules give or take, those split over ``col`` and those replicated.
-
-    Every rank comes to the same conclusion about a tensor, whatever part of it the rank holds.
-    """
-
-    def __init__(
-        self, col: Axis, features: Sequence[tuple[int, Placement]], wholes: Iterable[int] = ()
-    ) -> None:
-        self._col = col
-        self.split = sorted({number for number, p in features if is_of_features(p)})
-        self._wholes = {number for number, p in features if not is_of_features(p)} | {*wholes}
-        parts = {part for number in self.split for part in col.split(number)}
-        self._either = self._wholes & parts
-
-    def told(self, width: int) -> set[bool]:
-        """Whether a local tensor of this width is a shard: the possible answers, maybe none."""
-        part, whole = bool(self._parts(width)), width in self._wholes
-        if self._either and (part or width in self._either):
-            return {True, False}
-        return {True} if part else {False} if whole else set()
-
-    def whole_of(self, width: int) -> int | None:
-        """The full feature count of which this rank's shard has this width.
-
-        None if several counts could be meant, on this rank or on another.
-        """
-        alike = [
-            number
-            for number in self.split
-            for like in self._parts(width)
-            if any(map(int.__eq__, self._col.split(number), self._col.split(like)))
-        ]
-        return alike[0] if len(alike) == 1 else None
-
-    def _parts(self, width: int) -> list[int]:
-        return [n for n in self.split if self._col.split(n)[self._col.index] == width]
-
-
 class Masks:
     """Dropout of the tensors in one module. Finds out which global elements a shard holds."""
 
@@ -121,11 +80,11 @@ class Masks:
     ) -> None:
         self.grid = grid
         self._surroundings = surroundings
-        self._here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
+        self.here = f"{describe_module(owner)} on mesh {describe_mesh(grid.mesh)}"
         self.row_dim = row_dim
         self.declared = declared
-        self._given = _Widths(grid.col, beside, surroundings.widths or ())
-        self._taken = _Widths(grid.col, taking)
+        self._given = Widths(grid.col, beside, surroundings.widths or ())
+        self._taken = Widths(grid.col, taking)
 
     def resolved(self) -> Resolved:
         """What is known of the layout of the module's tensors before it runs."""
@@ -170,27 +129,28 @@ class Masks:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        if not isinstance(query, DTensor):
-            self._surroundings.check_axes(self._here, query, self.grid)
         if isinstance(query, DTensor):
             here, on_key, on_value = map(_placements, (query, key, value))
             by_others = any(isinstance(p, Shard) and p.dim > 1 for p in here)
             if by_others or not here == on_key == on_value:
                 raise ValueError(
-                    f"{self._here}: dropout is for a "
+                    f"{self.here}: dropout is for a "
                     f"query, key and value placed alike, split by batch and heads, but the query "
                     f"is placed {here}"
                 )
             layout, shape = self.grid.layout(query, self.row_dim), tuple(query.shape)
             q, k, v = (x.to_local() for x in (query, key, value))  # type: ignore[attr-defined]
+        elif self.declared is not None:
+            layout, shape, q, k, v = normalize(self.declared, 4), None, query, key, value
         else:
+            self._surroundings.check_axes(self.here, query, self.grid)
+            if self.row_dim == 1 and self.grid.row.size > 1:
+                raise ValueError(
+                    f"{self.here}: dropout inside attention with row_dim=1 needs a style for the "
+                    f"attention module: name it in the plan"
+                )
             layout, shape = (Shard(0), self._heads(query)), None
             q, k, v = query, key, value
-        if self.row_dim == 1 and self.grid.row.size > 1:
-            raise ValueError(
-                f"{self._here}: dropout inside attention "
-                f"with row_dim=1 needs a style for the attention module: name it in the plan"
-            )
         if isinstance(attn_mask, DTensor):
             attn_mask = attn_mask.full_tensor()
         if enable_gqa:
@@ -232,7 +192,7 @@ class Masks:
             split = self._taken.told(query.shape[1] * query.shape[-1])
         if len(split) > 1:
             raise ValueError(
-                f"{self._here}: the heads of a local query {tuple(query.shape)} may be all or this "
+                f"{self.here}: the heads of a local query {tuple(query.shape)} may be all or this "
                 f"rank's part of them: name the attention module in the plan, with Attention2D, or "
                 f"have its projections hand on DTensors (use_local_output=False)"
             )
@@ -255,15 +215,27 @@ class Masks:
         if known_layout is not None:
             # No feature count: ranks with shards of different sizes might find different ones.
             return normalize(known_layout, x.ndim), None
-        self._surroundings.check_axes(self._here, x, self.grid)
+        self._surroundings.check_axes(self.here, x, self.grid)
         row, col, known = self.grid.row, self.grid.col, self.grid.context.tokens
+        if x.ndim < 2 and row.size * col.size > 1:
+            raise ValueError(
+                f"{self.here}: a local input {tuple(x.shape)} holds no tokens by which its layout "
+                f"could be told: {_DECLARE}, with Dropout2D(input_layouts=(Replicate(), "
+                f"Replicate())) for what every rank has all of"
+            )
         if x.ndim in (2, 3):
             if col.size > 1 and self._is_part(x):
                 on_row: Placement = Shard(self.row_dim)
                 if x.ndim == 2:
-                    on_row, _ = self._surroundings.layout(self._here, x, self.row_dim, self.grid)
-                return (on_row, Shard(x.ndim - 1)), self._given.whole_of(x.shape[-1])
-            return self._surroundings.layout(self._here, x, self.row_dim, self.grid), None
+                    on_row, _ = self._surroundings.layout(self.here, x, self.row_dim, self.grid)
+                layout: Layout = (on_row, Shard(x.ndim - 1))
+                self._check_batch(x, layout)
+                return layout, self._given.whole_of(x.shape[-1])
+            if col.size > 1 and True in self._of_features(x):
+                raise self._unclear_part(x)
+            layout = self._surroundings.layout(self.here, x, self.row_dim, self.grid)
+            self._check_batch(x, layout)
+            return layout, None
         on_row, on_col = Shard(0 if x.ndim > 3 else self.row_dim), Replicate()
         if x.ndim > 3 and (col.size > 1 or (row.size > 1 and self.row_dim == 1)):
             # Is it [batch, heads, queries, keys] of this rank's heads, as its projections give?
@@ -272,12 +244,36 @@ class Masks:
             if x.ndim == 4 and self._given.split and x.shape[2] == tokens:
                 return (on_row, Shard(1)), None
             raise ValueError(
-                f"{self._here}: the sizes {tuple(x.shape)} of a local input do not tell its "
-                f"layout: name the nn.Dropout in the plan (or put one in the place of F.dropout), "
-                f"with Dropout2D(input_layouts=Shard(1)) where dim 1 is this rank's heads, or "
-                f"Dropout2D(input_layouts=Replicate())"
+                f"{self.here}: the sizes {tuple(x.shape)} of a local input do not tell its "
+                f"layout: {_DECLARE}, with Dropout2D(input_layouts=Shard(1)) where dim 1 is this "
+                f"rank's heads, or Dropout2D(input_layouts=Replicate())"
             )
         return (on_row, on_col), None
+
+    def _check_batch(self, x: Tensor, layout: Layout) -> None:
+        """Refuse ``[batch, sequence, features]`` of another batch than that of the tokens.
+
+        Where no axis splits the batch, nothing else looks at its size: attention weights with the
+        batch and the heads in one dim would be taken for tokens that all columns have.
+
+        Raises:
+            ValueError: if it is another.
+        """
+        known = self.grid.tokens_of(x) if x.ndim == 3 and self.grid.col.size > 1 else None
+        if known is None or self.grid.cuts(0, layout) or x.shape[0] == known[0]:
+            return
+        raise self._unclear_part(x)
+
+    def _unclear_part(self, x: Tensor) -> ValueError:
+        return ValueError(
+            f"{self.here}: a local input {tuple(x.shape)} is made of features or heads that "
+            f"{self.grid.col.name} splits, or has another batch than the tokens, and is no part of "
+            f"the {self._given.split} features of modules beside it: {_DECLARE}, with the layout "
+            f"that it has, Dropout2D(input_layouts=Replicate()) for tokens that every column has. "
+            f"Attention weights of a batch and its heads in one dim have none: keep the heads in a "
+            f"dim of their own, [batch, heads, queries, keys], with "
+            f"Dropout2D(input_layouts=Shard(1))"
+        )
 
     def _is_part(self, x: Tensor) -> bool:
         """Whether a local ``x`` of two or three dims is this rank's shard of split features.
@@ -303,11 +299,10 @@ class Masks:
 
     def _unclear(self, x: Tensor) -> ValueError:
         return ValueError(
-            f"{self._here}: the last dim of a local input {tuple(x.shape)} may be this rank's part "
+            f"{self.here}: the last dim of a local input {tuple(x.shape)} may be this rank's part "
             f"of the {self._given.split} features of modules beside it, or a whole output, as wide "
-            f"as a part is on some rank: name the nn.Dropout in the plan (or put one in the place "
-            f"of F.dropout), with Dropout2D(input_layouts=Shard(-1)) for the part, "
-            f"Dropout2D(input_layouts=Replicate()) for the whole"
+            f"as a part is on some rank: {_DECLARE}, with Dropout2D(input_layouts=Shard(-1)) for "
+            f"the part, Dropout2D(input_layouts=Replicate()) for the whole"
         )
 
     def _index(
@@ -342,14 +337,33 @@ class Masks:
             return sizes[dim] if here else self.grid.extent(x, dim, layout)
         if x.ndim == 3:
             return self.grid.extent(x, dim, layout)
-        # It is [batch, hidden] or [batch, heads, queries, keys], or has several of these a sample.
-        place = _TOKEN_DIMS.get(x.ndim, {}).get(dim)
-        whole = known[place] if known is not None and len(known) == 2 and place is not None else 0
+        # Dim 0 is the batch, or has several of these a sample: windows of an image, say.
+        whole = known[0] if known is not None and dim == 0 else 0
         parts = math.prod([axis.size for axis in cuts])
-        heads = x.ndim > 3 and place is None
-        if heads or in_graph() or (whole and whole % parts == 0):
+        if (whole and whole % parts == 0) or self._has_even_heads(x, dim, layout):
             return x.shape[dim] * parts
-        return None
+        if not in_graph():
+            return None
+        mine = part_of(whole, cuts)
+        if whole and x.shape[dim] not in (mine, mine or 1):
+            raise ValueError(
+                f"{self.here}: in a compiled graph no rank can ask the others which of the "
+                f"{whole} samples a local input {tuple(x.shape)} holds, and they do not divide by "
+                f"{parts}: use a batch that does, or leave this module out of torch.compile"
+            )
+        return whole or x.shape[dim] * parts
+
+    def _has_even_heads(self, x: Tensor, dim: int, layout: Layout) -> bool:
+        """Whether a dim of ``x`` is heads, of which all columns have as many.
+
+        They do if they are made of the features of Linears beside, all of which divide. What the
+        graph shows to be made of something else, of the channels of a convolution say, may not.
+        """
+        counts = self._given.split
+        if x.ndim < 4 or dim != 1 or layout[1] != Shard(1) or layout[0] == Shard(1) or not counts:
+            return False
+        even = all(count % self.grid.col.size == 0 for count in counts)
+        return even and False not in self._of_features(x)
 
     def _start(self, x: Tensor, dim: int, cuts: Sequence[Axis]) -> int:
         """Global index at which this rank's part of a dim begins, by asking the other ranks."""
@@ -359,6 +373,9 @@ class Masks:
             start += sum(sizes[: axis.index])
             size = sum(sizes)
         return start
+
+
+_DECLARE = "name the nn.Dropout in the plan (or put one in the place of F.dropout)"
 
 
 def _start_of(extent: int, cuts: Sequence[Axis]) -> int:

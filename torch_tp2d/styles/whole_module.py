@@ -28,7 +28,9 @@ from .local_math import (
     run_locally,
     settle_after_backward,
 )
+from .masks import Masks
 from .module_kinds import describe_module, is_conv1d, is_linear
+from .own_dropout import OwnDropout
 from .surroundings import UNKNOWN, Surroundings
 from .whole_samples import pass_by_nothing, run_mixing, run_on_samples, runs_alone
 
@@ -74,6 +76,9 @@ class WholeRunner(Runner):
         self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
         self.surroundings = surroundings
         self.locally = local_math(module)
+        # Of what is not on DTensors but is the same on every rank.
+        self.masks = Masks(grid, row_dim, WHOLE, (), module)
+        self.own = OwnDropout(module, Masks(grid, row_dim, None, (), module, surroundings))
         self.projects = is_linear(module) or is_conv1d(module)
         self.grid = grid
         self.row_dim = row_dim
@@ -97,7 +102,8 @@ class WholeRunner(Runner):
         use_local = was_local if self.use_local_output is None else self.use_local_output
         if was_local:
             if self.surroundings.sees_heads(module, x, self.grid):
-                return run_locally(parameters_inside(module), forward, args, kwargs, self.grid)
+                own = self.own.replacing(forward, module)
+                return run_locally(parameters_inside(module), own, args, kwargs, self.grid)
             declared = self.declared
             if declared is None:
                 declared = self.grid.handed(x)
@@ -105,8 +111,8 @@ class WholeRunner(Runner):
                 check_handed(x, declared, module, self.grid)
             if declared is not None and self._sees_shares(x, declared):
                 shares = self._shares_of(x, declared, use_local)
-                params = parameters_inside(module)
-                y = run_locally(params, forward, args, kwargs, self.grid, shares=shares)
+                params, own = parameters_inside(module), self.own.replacing(forward, module)
+                y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
                 alike = isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1]
                 return hand_out(y, said_of(x)) if alike else y
             if declared is None:
@@ -126,7 +132,8 @@ class WholeRunner(Runner):
             if normalize(declared, x.ndim) == WHOLE and not self._holds_styles(module):
                 self._compare(module, given, declared)
                 params = parameters_inside(module)
-                y = run_locally(params, forward, args, kwargs, self.grid, shares=(False, False))
+                own = self.own.replacing(forward, module, self.masks)
+                y = run_locally(params, own, args, kwargs, self.grid, shares=(False, False))
                 y = tree_map_only(Tensor, self._of_whole, y)
                 return self._outputs(module, y, given, x.shape, WHOLE)
             x = to_dtensor(x, declared, self.grid)
@@ -158,7 +165,7 @@ class WholeRunner(Runner):
 
             written = WrittenInto(given, x)
             args, kwargs = tuple(map(prepared, args)), {k: prepared(v) for k, v in kwargs.items()}
-            y = run_mixing(module, forward, args, kwargs, x, self.grid)
+            y = run_mixing(module, forward, args, kwargs, x, self.masks)
             written.check(self.here)
         return self._outputs(module, y, given, x.shape, layout)
 

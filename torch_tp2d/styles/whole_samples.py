@@ -26,7 +26,9 @@ from .._torch_compat import forward_pre_hooks, tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout
 from .boundary import to_dtensor
+from .intercept import Intercept
 from .local_math import parameters_inside, run_locally
+from .masks import Masks
 from .module_kinds import describe_module
 
 __all__ = [
@@ -136,13 +138,20 @@ def run_mixing(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     x: DTensor,
-    grid: Grid,
+    masks: Masks,
 ) -> Any:
-    """Run any other module on DTensors, and give functions in it that mix tokens full samples."""
-    if isinstance(module, nn.MultiheadAttention):
-        return _attention_on_samples(module, forward, args, kwargs, x, grid)
-    with _OnDTensors(module, grid):
-        return forward(*args, **kwargs)
+    """Run any other module on DTensors, and give functions in it that mix tokens full samples.
+
+    Args:
+        masks: of the module, for the dropout in its code.
+    """
+    if not isinstance(module, nn.MultiheadAttention):
+        with _OnDTensors(module, masks):
+            return forward(*args, **kwargs)
+    if not module.training or not module.dropout:
+        return _attention_on_samples(module, forward, args, kwargs, x, masks.grid)
+    with Intercept(masks.drop, masks.attention, masks.here):
+        return _attention_on_samples(module, forward, args, kwargs, x, masks.grid)
 
 
 def _attention_on_samples(
@@ -279,17 +288,18 @@ def _placed(
 class _OnDTensors(TorchFunctionMode):
     """Inside it, functions are called on DTensors in the form that DTensor supports.
 
-    Functions that mix tokens get full samples. Plain tensors beside a DTensor become replicated
-    DTensors if they are made of buffers and sizes alone: the module's code sees global sizes, so
-    those tensors are the same on every rank.
+    Functions that mix tokens get full samples, and dropout has the masks of the grid. Plain tensors
+    beside a DTensor become replicated DTensors if they are made of buffers and sizes alone: the
+    module's code sees global sizes, so those tensors are the same on every rank.
 
     Raises:
         ValueError: for a function that DTensor does not support, naming the module.
     """
 
-    def __init__(self, module: nn.Module, grid: Grid) -> None:
+    def __init__(self, module: nn.Module, masks: Masks) -> None:
         super().__init__()
-        self._module, self._grid = module, grid
+        self._module, self._grid, self._masks = module, masks.grid, masks
+        self._dropping = Intercept(masks.drop, self._attention, masks.here)
         # Keeps the tensors themselves alive, since Python may reuse the id of a freed one.
         self._whole: dict[int, Tensor] = {id(x): x for x in module.buffers()}
 
@@ -313,8 +323,8 @@ class _OnDTensors(TorchFunctionMode):
                 args, kwargs = _split_by(args, kwargs, 1)
             elif func is F.scaled_dot_product_attention:
                 args, kwargs = _split_by(args, kwargs, 2)
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
+            return self._dropping.replaced(func)(*args, **kwargs)
+        out = self._dropping.replaced(func)(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if name in _DRAWN:
             for x in made:
@@ -322,6 +332,19 @@ class _OnDTensors(TorchFunctionMode):
         elif name in _OF_SIZES or (given and all(id(x) in self._whole for x in given)):
             self._whole |= {id(x): x for x in made}
         return out
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Attention with dropout, if any, of queries and keys of the same samples and heads."""
+        given: Any = (query, key, value)
+        p = args[1] if len(args) > 1 else kwargs.get("dropout_p")
+        if p and all(isinstance(x, DTensor) for x in given):
+            given, _ = _split_by(given, {}, 2)
+            at = given[0].placements
+            if all(x.shape[:2] == query.shape[:2] for x in given):
+                given = [x.redistribute(placements=at) for x in given]
+        return self._masks.attention(*given, *args, **kwargs)
 
     def _on_mesh(self, x: Tensor) -> Tensor:
         if id(x) not in self._whole:

@@ -99,7 +99,7 @@ class AttentionRunner(Runner):
         call = Call(self, module, tokens)
         cause = None
         try:
-            with Intercept(call.drop, call):
+            with Intercept(call.drop, call, self.masks.here):
                 result = self._with_own_parameters(module, forward, args, kwargs)
         except RuntimeError as error:
             # Attention in the module's own code may have failed on head counts that do not match,
