@@ -51,12 +51,14 @@ class Prepared:
     Args:
         gather: starts the gather of the weight; None if there is nothing to gather.
         sources: the tensors whose values the operands are, or will be, copied from.
+        own: the module's weight as it was read, if a :class:`~torch_tp2d.ops.matmul.Call` takes it.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     gather: Callable[[], Pending] | None = None
     sources: Sequence[Tensor] = ()
+    own: Tensor | None = None
     on_behalf: OnBehalf = nullcontext
     _then: Sequence[tuple[Tensor, Tensor]] = ()
     _moving: Pending | None = None

@@ -1,0 +1,185 @@
+"""Steps out of the ordinary: weights that are computed, swapped, or changed where torch does not
+see it; a backward that raises; checkpointing within a module; gradients asked for late."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
+
+import torch_tp2d
+from support import world
+from support.models import batch, grid_mesh, loss_of, noise, relative
+from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
+from torch_tp2d.runtime.context import context_of
+
+TOLERANCE = 1e-10
+VOCAB, HIDDEN, INNER = 17, 8, 12
+GRIDS = {4: [(2, 2)], 2: [(1, 2), (2, 1)]}
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, INNER)
+
+    def forward(self, x: Tensor, between: Callable[[Tensor], Any] | None = None) -> Tensor:
+        a = self.w1(x)
+        if between is not None:
+            between(x)
+        return F.silu(a) * self.w3(x)
+
+
+class _FeedForward(nn.Module):
+    """A gated feed-forward layer; what a test does in its forward is said from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.w2 = _Inner(), nn.Linear(INNER, HIDDEN)
+        self.recomputes = False
+        self.between: Callable[[Tensor], Any] | None = None
+        self.top: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.top is not None:
+            self.w2.weight.data.clamp_(max=self.top)
+        if self.recomputes:
+            return self.w2(checkpoint(self.inner, x, use_reentrant=False))
+        return self.w2(self.inner(x, self.between))
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ff = nn.LayerNorm(HIDDEN), _FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ff(self.norm(x))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.Sequential(_Block(), _Block())
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(ids))))
+
+
+def _plan(**options: Any) -> dict[str, Any]:
+    return {
+        "embed": Rowwise2D(output_layouts=Shard(1)),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.ff": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ),
+        "blocks.*.ff.inner.w[13]": Colwise2D(**options),
+        "blocks.*.ff.w2": Rowwise2D(
+            output_layouts=Shard(1),
+            **{name: value for name, value in options.items() if name != "regather_input"},
+        ),
+        "norm": SequenceParallel(),
+        "head": Colwise2D(input_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def _pair(mesh: Any, **options: Any) -> tuple[Any, Any]:
+    """A model on one device, and a copy of it on the mesh."""
+    torch.manual_seed(0)
+    one: Any = _Model().double()
+    return one, parallelize_module(copy.deepcopy(one), mesh, _plan(**options))
+
+
+def _loss(model: Any, seed: int) -> Tensor:
+    ids, target = batch(3, 5, VOCAB, seed=seed)
+    return loss_of(model(ids), target)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _off(one: nn.Module, several: nn.Module) -> float:
+    """The largest relative difference of a gradient."""
+    worst = 0.0
+    for (name, wanted), ours in zip(one.named_parameters(), several.parameters(), strict=True):
+        assert (wanted.grad is None) == (ours.grad is None), name
+        if wanted.grad is not None:
+            worst = max(worst, relative(ours.grad, wanted.grad))
+    return worst
+
+
+def _steps(one: Any, several: Any, count: int = 2) -> float:
+    worst = 0.0
+    for seed in range(count):
+        for model in (one, several):
+            model.zero_grad()
+            _loss(model, seed).backward()
+        worst = max(worst, _off(one, several))
+    return worst
+
+
+def _held(model: Any, several: Any, mesh: Any) -> contextlib.AbstractContextManager[Any]:
+    return torch_tp2d.no_sync(mesh) if model is several else contextlib.nullcontext()
+
+
+def _on_grids(ranks: int, body: Callable[..., Any], *args: Any) -> None:
+    for grid in GRIDS[ranks]:
+        found = body(grid_mesh(*grid), *args)
+        assert found is None or found < TOLERANCE, (grid, found)
+
+
+class _Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.count += 1
+        return weight * 2
+
+
+def _computed(mesh: Any) -> float:
+    worst = 0.0
+    for algorithm in ("auto", "collective", "summa"):
+        one, several = _pair(mesh, algorithm=algorithm)
+        norms: list[Any] = []
+        for model in (one, several):
+            torch.manual_seed(3)
+            spectral_norm(model.blocks[0].ff.inner.w1)
+            ways = [_Counted() for _ in range(3)]
+            register_parametrization(model.blocks[1].ff.w2, "weight", ways[0])
+            register_parametrization(model.blocks[1].ff.w2, "bias", ways[1])
+            register_parametrization(model.embed, "weight", ways[2])
+            norms.append(ways)
+        for wanted, ours in zip(one.buffers(), several.buffers(), strict=True):
+            wanted.copy_(_whole(ours))
+        # Registering runs them too.
+        before = [[way.count for way in ways] for ways in norms]
+        worst = max(worst, _steps(one, several, 3))
+        counts = [
+            [way.count - then for way, then in zip(ways, counted, strict=True)]
+            for ways, counted in zip(norms, before, strict=True)
+        ]
+        assert counts[0] == counts[1] == [3, 3, 3], (algorithm, counts)
+    return worst
+
+
+def test_a_parametrized_weight_is_computed_once_in_a_forward() -> None:
+    """From the second forward on every gradient was wrong with ``spectral_norm``, which iterates
+    once each time that its weight is computed: a Linear read its weight two to four times."""
+    world.run(4, _on_grids, 4, _computed)
