@@ -183,3 +183,54 @@ def test_a_parametrized_weight_is_computed_once_in_a_forward() -> None:
     """From the second forward on every gradient was wrong with ``spectral_norm``, which iterates
     once each time that its weight is computed: a Linear read its weight two to four times."""
     world.run(4, _on_grids, 4, _computed)
+
+
+def _two_sets(mesh: Any) -> float:
+    one, several = _pair(mesh)
+    sets = []
+    for model in (one, several):
+        first, second = (
+            {n: (p.detach() * by).requires_grad_() for n, p in model.named_parameters()}
+            for by in (1.0, 1.3)
+        )
+        sets.append((first, second))
+
+        def loss(params: dict[str, Tensor], seed: int, model: Any = model) -> Tensor:
+            ids, target = batch(3, 5, VOCAB, seed=seed)
+            return loss_of(functional_call(model, params, (ids,)), target)
+
+        with _held(model, several, mesh):
+            loss(first, 1).backward()
+            loss(second, 1).backward()
+        loss(first, 2).backward()
+    worst = 0.0
+    for wanted, ours in zip(*sets, strict=True):
+        for name, param in wanted.items():
+            grad = ours[name].grad
+            assert param.grad is not None and grad is not None, name
+            worst = max(worst, relative(grad, param.grad))
+    return worst
+
+
+def _swapped(mesh: Any) -> float:
+    one, several = _pair(mesh)
+    both, old = (one, several), []
+    for model in both:
+        for seed in range(2):
+            with _held(model, several, mesh):
+                _loss(model, seed).backward()
+            if not seed:
+                old.append(list(model.parameters()))
+                changed = {k: (v.detach() * 1.1).clone() for k, v in model.state_dict().items()}
+                model.load_state_dict(changed, assign=True)
+        _loss(model, 2).backward()
+    assert not context_of(mesh).accumulation
+    before = [relative(b.grad, a.grad) for a, b in zip(*old, strict=True)]
+    return max(_off(one, several), *before)
+
+
+@pytest.mark.parametrize("body", [_two_sets, _swapped])
+def test_micro_batches_keep_gradients_by_parameter(body: Callable[..., float]) -> None:
+    """``no_sync`` kept gradients by module: with other parameters in it, by ``functional_call``
+    or ``load_state_dict(assign=True)``, those got the gradients of the ones before."""
+    world.run(4, _on_grids, 4, body)

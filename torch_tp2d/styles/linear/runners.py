@@ -131,7 +131,7 @@ class LinearRunner(_OpRunner):
         shard, op = self.op.as_b(weight.detach()), self.op
 
         def gather() -> Pending:
-            kept = self.grid.context.accumulation.gathered(module, shard.dtype)
+            kept = self.grid.context.accumulation.gathered(module, own, shard.dtype)
             return op.algorithm.prefetch(shard, op.cut) if kept is None else kept
 
         copied = bool(self.parts) or weight.dtype != own.dtype
