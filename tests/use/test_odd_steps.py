@@ -234,3 +234,73 @@ def test_micro_batches_keep_gradients_by_parameter(body: Callable[..., float]) -
     """``no_sync`` kept gradients by module: with other parameters in it, by ``functional_call``
     or ``load_state_dict(assign=True)``, those got the gradients of the ones before."""
     world.run(4, _on_grids, 4, body)
+
+
+def _raises(mesh: Any, where: str) -> float:
+    one, several = _pair(mesh)
+
+    def stop(grad: Tensor) -> None:
+        raise KeyError("stop")
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(stop)
+
+    for model in (one, several):
+        with _held(model, several, mesh):
+            _loss(model, 1).backward()
+        handle = model.get_submodule(where).register_forward_hook(watch)
+        with pytest.raises(KeyError, match="stop"):
+            _loss(model, 2).backward()
+        handle.remove()
+    return _steps(one, several)
+
+
+def _raises_unwatched(mesh: Any) -> float:
+    """By torch's own parallelize_module, which does not watch the model's forward."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) * 2
+    one = nn.Sequential(*layers[:3], *copy.deepcopy(nn.Sequential(*layers[3:]))).double()
+    several = torch.distributed.tensor.parallel.parallelize_module(
+        copy.deepcopy(one),
+        mesh,
+        {
+            "[03]": Colwise2D(input_layouts=Shard(1)),
+            "[25]": Rowwise2D(output_layouts=Shard(1)),
+        },
+    )
+    whole = noise(4, 4, 8, seed=1)
+    row, column = mesh.get_coordinate()
+    mine = whole.chunk(mesh.shape[0])[row].chunk(mesh.shape[1], 1)[column]
+    raising = False
+
+    def stop(grad: Tensor) -> None:
+        if raising:
+            raise KeyError("stop")
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = model[:3](x)
+        y.register_hook(stop)
+        return model[3:](y).square().sum()
+
+    with torch_tp2d.no_sync(mesh):
+        loss(several, mine).backward()
+    raising = True
+    with pytest.raises(KeyError, match="stop"):
+        loss(several, mine).backward()
+    raising = False
+    several.zero_grad()
+    for model, x in ((one, whole), (several, mine)):
+        loss(model, x).backward()
+    return _off(one, several)
+
+
+@pytest.mark.parametrize("where", ["blocks.1.norm", "norm"])
+def test_a_last_backward_that_raises_leaves_no_gradients(where: str) -> None:
+    """What micro-batches had kept for the part that it did not reach was added to the next step,
+    ``zero_grad()`` or not: only a backward that ends let go of it."""
+    world.run(4, _on_grids, 4, _raises, where)
+
+
+def test_a_last_backward_that_raises_leaves_none_without_a_watched_forward() -> None:
+    """As above, of a model that torch's own ``parallelize_module`` was given."""
+    world.run(4, _on_grids, 4, _raises_unwatched)

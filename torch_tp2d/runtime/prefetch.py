@@ -28,7 +28,7 @@ from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
 from .._tracing import eager_only, in_graph
 from ..comm import Pending
 from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
-from .reductions import backward_of
+from .reductions import backward_of, drop_unfinished
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
 from .versions import copy_to_compare, same_bits, versions
 
@@ -248,7 +248,7 @@ class Forward:
             self._begun.append(None)
             return
         context.forget()
-        context.backwards.clear()
+        drop_unfinished(context)
         steps = zip(self._selective[1:], self._crossed, self._order[1:], strict=True)
         open_after = [
             not selective and not _crosses_hooks(left, entered) and not _begins_unit(entered, after)
@@ -288,6 +288,7 @@ class Forward:
                 # What runs after this backward has the tokens that were known before it.
                 after = partial(setattr, context, "tokens", context.tokens)
                 backward.at_end += [context.forget, after]
+            backward.settle_kept()
             if tokens is not None:
                 context.tokens = tokens
 

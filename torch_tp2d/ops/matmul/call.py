@@ -254,11 +254,8 @@ class _Linear(torch.autograd.Function):
         needs = Needs(*ctx.needs_input_grad[:3])
         if needs.x and call.param is not None:
             call.param.check()
-        kept = call.accumulation
-        if kept is not None and not kept.holds:
-            running = backward_of(call.known_context)
-            if kept.settle not in running.at_end:
-                running.at_end.append(kept.settle)
+        if call.accumulation is not None:
+            backward_of(call.known_context).settle_kept()
         algorithm = call.op.algorithm
         return (*algorithm.backward(call, needs, ctx.state, ctx.saved_tensors, grads), None)
 

@@ -23,8 +23,9 @@ from ...ops.matmul.cut import Algorithm
 from ...ops.matmul.pipelined import takes_deferred_grad
 from ...planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from ...planner.rates import Rates
-from ...runtime.context import Sizes
+from ...runtime.context import Sizes, in_backward
 from ...runtime.prefetch import Prepared, prepare_parameters
+from ...runtime.reductions import drop_unfinished
 from ...runtime.versions import VersionGuard
 from ..base import FEATURES, Resolved, Runner, check_dims, local_shards, values_of
 from ..boundary import Entry, Exit, dims_needed
@@ -150,6 +151,8 @@ class LinearRunner(_OpRunner):
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2 + self.row_dim, FEATURES)
+        if not in_graph() and self.grid.context.backwards and not in_backward():
+            drop_unfinished(self.grid.context)
         ready = None
         if self.in_rounds and not in_graph():
             self.entry.check(x, module)
@@ -164,13 +167,13 @@ class LinearRunner(_OpRunner):
             traced = Call(op, shards=shards)
             y = linear2d(operand, *self._shards(module.weight, module.bias), traced)
             return self.exit.output(y, sizes, have)
+        context = self.grid.context
         if ready is None:
             own, moving = module.weight, None
             weight, bias = self._shards(own, module.bias)
         else:
             assert ready.weight is not None
             own, moving, weight, bias = ready.own, ready.moving, ready.weight, ready.bias
-        context = self.grid.context
         operand_of = partial(self._operand, own)
         call = Call(op, moving, shards, module, VersionGuard(own), context, operand_of)
         y = linear2d(operand, weight, bias, call)
