@@ -304,3 +304,48 @@ def test_a_last_backward_that_raises_leaves_no_gradients(where: str) -> None:
 def test_a_last_backward_that_raises_leaves_none_without_a_watched_forward() -> None:
     """As above, of a model that torch's own ``parallelize_module`` was given."""
     world.run(4, _on_grids, 4, _raises_unwatched)
+
+
+def _clipped(mesh: Any, how: str) -> str:
+    _, several = _pair(mesh)
+    for seed in range(2):
+        _loss(several, seed)
+    # Of all elements one is clipped, and so on one rank.
+    weight = several.blocks[0].ff.w2.weight
+    several.blocks[0].ff.top = float(weight.full_tensor().max()) - 1e-3
+    try:
+        if how == "backward":
+            loss = _loss(several, 0)
+            loss.backward()
+        elif how == "no_grad":
+            with torch.no_grad():
+                several(batch(3, 5, VOCAB)[0])
+        elif how == "next forward":
+            _loss(several, 0)
+            _loss(several, 0)
+        else:
+            several.blocks[0].ff.top = None
+            with torch_tp2d.no_sync(mesh):
+                _loss(several, 0).backward()
+                weight.data.clamp_(max=float(weight.full_tensor().max()) - 1e-3)
+                _loss(several, 0).backward()
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = ""
+    # What was gathered is gathered anew, and nothing is left of it.
+    several.blocks[0].ff.top = None
+    _loss(several, 0).backward()
+    return said
+
+
+@pytest.mark.parametrize("how", ["backward", "no_grad", "next forward", "micro-batches"])
+def test_a_weight_changed_unseen_on_one_rank_is_an_error_on_all(how: str) -> None:
+    """The rank whose shard had changed raised, and the others waited for it until the timeout:
+    each compared the values of its own shard alone."""
+    for said in world.run(4, _clipped_on, how):
+        assert "Linear" in said and "torch does not see" in said, (how, said)
+
+
+def _clipped_on(how: str) -> str:
+    return _clipped(grid_mesh(2, 2), how)

@@ -44,8 +44,9 @@ class no_sync:
 
     Raises:
         TypeError: for another kind of mesh.
-        ValueError: for a mesh that is not ``("tp_row", "tp_col")``. In a forward, on a CPU, if a
-            weight was changed since it was gathered, in a way that torch does not see.
+        ValueError: for a mesh that is not ``("tp_row", "tp_col")``. On every rank, on a CPU, if a
+            weight was changed since it was gathered, in a way that torch does not see: at the end
+            of the backward that has used it, or when the next forward begins.
             In a step of an optimizer of ``torch.optim`` before the last backward.
 
     Source: FSDP2 and DDP accumulate like this along their axis; TP2D (doi 10.11992/tis.202411023)

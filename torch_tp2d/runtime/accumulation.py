@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch_compat import local_tensor, parameters_of
 from ..comm import Pending
+from .unseen import UnseenChanges
 from .versions import copy_to_compare, same_bits, versions
 
 __all__ = ["Accumulation"]
@@ -33,10 +34,11 @@ class _Weight:
         """Whether it is up to date, judged by what is the same on every rank."""
         return versions(self.param) == self.versions and self.gathered.dtype == dtype
 
-    def changed_unseen(self) -> bool:
-        """Whether this rank's values changed in a way that torch does not see."""
-        now = local_tensor(self.param).detach()
-        return self.values is not None and not same_bits(now, self.values)
+    def compare(self, module: nn.Module, unseen: UnseenChanges) -> None:
+        """Note whether this rank's values changed in a way that torch does not see."""
+        if self.values is not None:
+            now = local_tensor(self.param).detach()
+            unseen.note(module, changed=not same_bits(now, self.values))
 
 
 class _Gradient(NamedTuple):
@@ -57,8 +59,9 @@ class Accumulation:
     own, reduces the sum, and releases the weights.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unseen: UnseenChanges) -> None:
         self.holds = False
+        self._unseen = unseen
         # Of a module and a weight, by identity, as a module may be given other weights between two
         # micro-batches. What is kept holds the weight, so that its id is not reused.
         self._weights: dict[_Key, _Weight] = {}
@@ -78,9 +81,8 @@ class Accumulation:
     def gathered(self, module: Any, param: Tensor, dtype: torch.dtype) -> Pending | None:
         """The module's weight ``param``, if an earlier micro-batch has gathered it as it is.
 
-        Raises:
-            ValueError: if it was changed in a way that torch does not see. Gathering it anew is no
-                way out: a rank whose shard happens to be unchanged would not take part.
+        If it was changed in a way that torch does not see, then it is still taken, and all ranks
+        raise later: one whose shard happens to be unchanged would not take part in gathering anew.
         """
         held = self._weights.get((module, id(param)))
         if held is None:
@@ -88,12 +90,7 @@ class Accumulation:
         if not held.is_current(dtype):
             del self._weights[module, id(param)]
             return None
-        if held.changed_unseen():
-            raise ValueError(
-                f"a weight of {module} was changed between micro-batches under no_sync, after it "
-                f"was gathered for them, in a way that torch does not see (.data, to_local(), "
-                f"torch._foreach_*): change it after the step's last backward"
-            )
+        held.compare(module, self._unseen)
         return Pending(held.gathered)
 
     def keep_weight(self, module: nn.Module, param: Tensor, gathered: Tensor) -> None:

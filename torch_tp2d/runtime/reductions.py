@@ -115,6 +115,7 @@ class Backward:
         for call in self.at_end:
             call()
         self.at_end.clear()
+        self.context.unseen.tell()
 
 
 def backward_of(context: Context) -> Backward:
