@@ -349,3 +349,24 @@ def test_a_weight_changed_unseen_on_one_rank_is_an_error_on_all(how: str) -> Non
 
 def _clipped_on(how: str) -> str:
     return _clipped(grid_mesh(2, 2), how)
+
+
+def _recomputed(mesh: Any) -> float:
+    worst = 0.0
+    for options in ({"regather_input": True}, {}, {"algorithm": "collective"}):
+        one, several = _pair(mesh, **options)
+        for block in (*one.blocks, *several.blocks):
+            block.ff.recomputes = True
+        worst = max(worst, _steps(one, several))
+        for model in (one, several):
+            model.zero_grad()
+            (_loss(model, 3) + _loss(model, 4)).backward()
+        worst = max(worst, _off(one, several))
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_checkpointing_inside_a_prepared_module(ranks: int) -> None:
+    """With ``regather_input=True`` a CheckpointError: the recomputation did not find what its
+    first run had taken in place of the prepared input, and kept the whole of it, not a shard."""
+    world.run(ranks, _on_grids, ranks, _recomputed)

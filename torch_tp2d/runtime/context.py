@@ -125,10 +125,13 @@ class Context:
         return nullcontext if self.attribute is None else self.attribute(module)
 
     def forget(self) -> None:
-        """Drop what was kept of a forward; called when one begins or has ended."""
+        """Drop what was kept of a forward; called when one begins or has ended.
+
+        Not the twins: what checkpointing recomputes in backward is given the very tensors of the
+        first run. A twin is asked for by its tensor, and kept no longer than that.
+        """
         self.embedded = None
         self.gathered.clear()
-        self.twins.clear()
 
 
 class TensorMemo:
