@@ -370,3 +370,35 @@ def test_checkpointing_inside_a_prepared_module(ranks: int) -> None:
     """With ``regather_input=True`` a CheckpointError: the recomputation did not find what its
     first run had taken in place of the prepared input, and kept the whole of it, not a shard."""
     world.run(ranks, _on_grids, ranks, _recomputed)
+
+
+def _asked_late(mesh: Any, how: str) -> float | None:
+    one, several = _pair(mesh)
+    seen = []
+    for model in (one, several):
+
+        def between(x: Tensor, model: Any = model) -> None:
+            if how == "hook":
+                x.register_hook(lambda grad: grad * 3)
+            elif how == "retain_grad":
+                x.retain_grad()
+                seen.append(x)
+            else:
+                x.register_hook(lambda grad: grad * 3).remove()
+
+        for block in model.blocks:
+            block.ff.between = between
+    if how == "removed" or mesh.shape[1] == 1:
+        return _steps(one, several)
+    with pytest.raises(RuntimeError, match="before its first use") as error:
+        _loss(several, 0).backward()
+    assert "(" in str(error.value) and "tp_col" in str(error.value)
+    return None
+
+
+@pytest.mark.parametrize("how", ["hook", "retain_grad", "removed"])
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_a_prepared_input_whose_gradient_is_asked_for_late(ranks: int, how: str) -> None:
+    """A hook that was set, or ``retain_grad()`` called, between two projections was given the
+    second's gradient alone, in silence: the first had taken a twin in the input's place."""
+    world.run(ranks, _on_grids, ranks, _asked_late, how)
