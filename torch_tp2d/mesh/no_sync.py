@@ -31,8 +31,8 @@ class no_sync:
     ``.grad`` of the weights does not change until the last backward is over. A weight that the last
     micro-batch does not use gets its gradient at the end of that backward. Until then parameters
     must not be changed. The gradients that are kept are not in ``.grad``, so ``zero_grad()`` does
-    not clear them: call :meth:`discard` to give up a step. An exception inside discards by itself, and
-    so does one in the last backward, once that has come to the model's output: when the next
+    not clear them: call :meth:`discard` to give up a step. An exception inside discards by itself,
+    and so does one in the last backward, once that has come to the model's output: when the next
     forward begins. Before a second backward of the same graph call :meth:`discard`.
     The last backward has to go through a Linear of the plan; an optimizer that steps without such a
     backward raises. ``torch.autograd.grad`` returns the gradient of its own micro-batch, inside as
