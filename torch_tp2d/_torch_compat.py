@@ -149,9 +149,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)
 
 
-def has_hooks(x: Tensor) -> bool:
-    """Whether a tensor that is not a parameter has hooks, which run when its gradient comes."""
-    return bool(x._backward_hooks)
+def hooks_of(x: Tensor) -> dict[int, Any] | None:
+    """A tensor's hooks, which run when its gradient comes; None if it has never had any."""
+    return x._backward_hooks
 
 
 def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:

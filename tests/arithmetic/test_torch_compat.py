@@ -251,14 +251,16 @@ def _() -> None:
     assert answers[2:] == [False] * 4
 
 
-@of("has_hooks")
+@of("hooks_of")
 def _() -> None:
     x = torch.ones(2, requires_grad=True) * 2
-    assert not compat.has_hooks(x)
-    handle = x.register_hook(lambda grad: None)
-    assert compat.has_hooks(x)
-    handle.remove()
-    assert not compat.has_hooks(x)
+    assert compat.hooks_of(x) is None
+    x.register_hook(lambda grad: None).remove()
+    hooks = compat.hooks_of(x)
+    assert hooks == {}
+    # Later ones are in the same dict.
+    x.register_hook(lambda grad: None)
+    assert compat.hooks_of(x) is hooks and hooks
 
 
 def _attention() -> tuple[list[Tensor], Tensor, list[Tensor]]:

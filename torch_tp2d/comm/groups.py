@@ -18,7 +18,7 @@ worker.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,6 +42,7 @@ from .._tracing import in_graph
 __all__ = [
     "BACKEND",
     "gather_facts",
+    "gathering_facts",
     "inherit_timeout",
     "own_group",
     "sends",
@@ -100,9 +101,20 @@ def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:
     For what the ranks tell each other about themselves. It is not counted, traced or watched in
     debug mode, since those are about the model's collectives.
     """
+    return gathering_facts(facts, group)()
+
+
+def gathering_facts(facts: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start :func:`gather_facts`. The function returned waits for the result."""
     gather, wait = c10d_functional.all_gather_into_tensor, c10d_functional.wait_tensor
     with disable_current_modes(), torch.no_grad():
-        gathered: Tensor = wait(gather(facts, group.size(), group.group_name))
+        moving = gather(facts, group.size(), group.group_name)
+
+    def gathered() -> Tensor:
+        with disable_current_modes(), torch.no_grad():
+            result: Tensor = wait(moving)
+        return result
+
     return gathered
 
 

@@ -31,7 +31,9 @@ class no_sync:
     ``.grad`` of the weights does not change until the last backward is over. A weight that the last
     micro-batch does not use gets its gradient at the end of that backward. Until then parameters
     must not be changed. The gradients that are kept are not in ``.grad``, so ``zero_grad()`` does
-    not clear them: call :meth:`discard` to give up a step. An exception inside discards by itself.
+    not clear them: call :meth:`discard` to give up a step. An exception inside discards by itself,
+    and so does one in the last backward, once that has come to the model's output: when the next
+    forward begins. Before a second backward of the same graph call :meth:`discard`.
     The last backward has to go through a Linear of the plan; an optimizer that steps without such a
     backward raises. ``torch.autograd.grad`` returns the gradient of its own micro-batch, inside as
     outside.
@@ -42,8 +44,9 @@ class no_sync:
 
     Raises:
         TypeError: for another kind of mesh.
-        ValueError: for a mesh that is not ``("tp_row", "tp_col")``. In a forward, on a CPU, if a
-            weight was changed since it was gathered, in a way that torch does not see.
+        ValueError: for a mesh that is not ``("tp_row", "tp_col")``. On every rank, on a CPU, if a
+            weight was changed since it was gathered, in a way that torch does not see: at the end
+            of the backward that has used it, or when the next forward begins.
             In a step of an optimizer of ``torch.optim`` before the last backward.
 
     Source: FSDP2 and DDP accumulate like this along their axis; TP2D (doi 10.11992/tis.202411023)

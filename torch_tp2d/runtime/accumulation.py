@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch_compat import local_tensor
+from .._torch_compat import local_tensor, parameters_of
 from ..comm import Pending
+from .unseen import UnseenChanges
 from .versions import copy_to_compare, same_bits, versions
 
 __all__ = ["Accumulation"]
+
+_Key = tuple[nn.Module, int]
 
 
 @dataclass
@@ -27,20 +30,22 @@ class _Weight:
     """The shard's values at that time; None where they are not compared."""
     gathered: Tensor
 
-    def is_of(self, param: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it is up to date with ``param``, judged by what is the same on every rank."""
-        same = param is self.param and versions(param) == self.versions
-        return same and self.gathered.dtype == dtype
+    def is_current(self, dtype: torch.dtype) -> bool:
+        """Whether it is up to date, judged by what is the same on every rank."""
+        return versions(self.param) == self.versions and self.gathered.dtype == dtype
 
-    def changed_unseen(self) -> bool:
-        """Whether this rank's values changed in a way that torch does not see."""
-        now = local_tensor(self.param).detach()
-        return self.values is not None and not same_bits(now, self.values)
+    def compare(self, module: nn.Module, unseen: UnseenChanges) -> None:
+        """Note whether this rank's values changed in a way that torch does not see."""
+        if self.values is not None:
+            now = local_tensor(self.param).detach()
+            unseen.note(module, changed=not same_bits(now, self.values))
 
 
 class _Gradient(NamedTuple):
     """This rank's partial gradient of a weight, summed over the micro-batches so far."""
 
+    module: nn.Module
+    param: Tensor
     part: Tensor
     finish: Callable[[Tensor], None]
     """Reduces the partial gradient and adds it to the parameter's ``.grad``."""
@@ -54,10 +59,13 @@ class Accumulation:
     own, reduces the sum, and releases the weights.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unseen: UnseenChanges) -> None:
         self.holds = False
-        self._weights: dict[nn.Module, _Weight] = {}
-        self._gradients: dict[nn.Module, _Gradient] = {}
+        self._unseen = unseen
+        # Of a module and a weight, by identity, as a module may be given other weights between two
+        # micro-batches. What is kept holds the weight, so that its id is not reused.
+        self._weights: dict[_Key, _Weight] = {}
+        self._gradients: dict[_Key, _Gradient] = {}
         self._steps: Any = None
         """The handle of the hook on optimizers, while gradients are kept."""
 
@@ -70,47 +78,47 @@ class Accumulation:
     def __bool__(self) -> bool:
         return self.holds or bool(self._weights) or bool(self._gradients)
 
-    def gathered(self, module: Any, dtype: torch.dtype) -> Pending | None:
-        """The module's weight, if an earlier micro-batch has gathered it and it has not changed.
+    def gathered(self, module: Any, param: Tensor, dtype: torch.dtype) -> Pending | None:
+        """The module's weight ``param``, if an earlier micro-batch has gathered it as it is.
 
-        Raises:
-            ValueError: if it was changed in a way that torch does not see. Gathering it anew is no
-                way out: a rank whose shard happens to be unchanged would not take part.
+        If it was changed in a way that torch does not see, then it is still taken, and all ranks
+        raise later: one whose shard happens to be unchanged would not take part in gathering anew.
         """
-        held = self._weights.get(module)
+        held = self._weights.get((module, id(param)))
         if held is None:
             return None
-        if not held.is_of(module.weight, dtype):
-            del self._weights[module]
+        if not held.is_current(dtype):
+            del self._weights[module, id(param)]
             return None
-        if held.changed_unseen():
-            raise ValueError(
-                f"a weight of {module} was changed between micro-batches under no_sync, after it "
-                f"was gathered for them, in a way that torch does not see (.data, to_local(), "
-                f"torch._foreach_*): change it after the step's last backward"
-            )
+        held.compare(module, self._unseen)
         return Pending(held.gathered)
 
-    def keep_weight(self, module: Any, gathered: Tensor) -> None:
-        """Keep a module's gathered weight for the next micro-batch, if there is to be one."""
-        if not self.holds or module in self._weights:
+    def keep_weight(self, module: nn.Module, param: Tensor, gathered: Tensor) -> None:
+        """Keep a module's gathered weight for the next micro-batch, if there is to be one.
+
+        Not one that is computed anew at each use, as a parametrized one is.
+        """
+        key = module, id(param)
+        if not self.holds or key in self._weights:
             return
-        values = copy_to_compare(local_tensor(module.weight).detach())
-        self._weights[module] = _Weight(module.weight, versions(module.weight), values, gathered)
+        if parameters_of(module).get("weight") is not param:
+            return
+        values = copy_to_compare(local_tensor(param).detach())
+        self._weights[key] = _Weight(param, versions(param), values, gathered)
 
     def keep_gradient(
-        self, module: nn.Module, part: Tensor, finish: Callable[[Tensor], None]
+        self, module: nn.Module, param: Tensor, part: Tensor, finish: Callable[[Tensor], None]
     ) -> None:
         """Add this rank's partial gradient of a weight to what is kept."""
         if self._steps is None:
             self._steps = register_optimizer_step_pre_hook(self._check_step)
-        before = self._gradients.get(module)
+        before = self._gradients.get((module, id(param)))
         total = part if before is None else before.part.add_(part)
-        self._gradients[module] = _Gradient(total, finish)
+        self._gradients[module, id(param)] = _Gradient(module, param, total, finish)
 
-    def with_kept(self, module: nn.Module, part: Tensor) -> Tensor:
+    def with_kept(self, module: nn.Module, param: Tensor, part: Tensor) -> Tensor:
         """Add what was kept to this rank's partial gradient, which is about to be reduced."""
-        kept = self._gradients.pop(module, None)
+        kept = self._gradients.pop((module, id(param)), None)
         return part if kept is None else kept.part.add_(part)
 
     def discard(self) -> None:
@@ -120,13 +128,12 @@ class Accumulation:
         self._let_step()
 
     def settle(self) -> None:
-        """After the last backward: reduce the kept gradients of modules that were not in it."""
+        """After the last backward: reduce the kept gradients of weights that were not in it."""
         try:
             while self._gradients:
                 # In the order in which they were kept, which is that of every rank.
-                module = next(iter(self._gradients))
-                part, finish = self._gradients.pop(module)
-                finish(part)
+                kept = self._gradients.pop(next(iter(self._gradients)))
+                kept.finish(kept.part)
         finally:
             # Of a step that failed nothing is left for the next.
             self.discard()
@@ -138,11 +145,11 @@ class Accumulation:
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for module in self._gradients:
-            if id(module.weight) in stepped:
+        for kept in self._gradients.values():
+            if id(kept.param) in stepped:
                 raise ValueError(
-                    f"an optimizer steps while the gradient of {module} is still kept for the last "
-                    f"micro-batch: the last backward before the step is to be outside of no_sync, "
-                    f"and through one of the plan's Linears; no_sync(mesh).discard() gives the "
-                    f"step up"
+                    f"an optimizer steps while the gradient of {kept.module} is still kept for the "
+                    f"last micro-batch: the last backward before the step is to be outside of "
+                    f"no_sync, and through one of the plan's Linears; no_sync(mesh).discard() "
+                    f"gives the step up"
                 )

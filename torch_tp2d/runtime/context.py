@@ -20,6 +20,7 @@ from .._torch_compat import (
 )
 from ..mesh.layouts import describe_mesh
 from .accumulation import Accumulation
+from .unseen import UnseenChanges
 from .versions import versions
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ class Context:
         """
         self.keys_drawn = 0
         """How many dropout keys the ranks of the mesh have drawn."""
-        self.accumulation = Accumulation()
+        self.unseen = UnseenChanges(self.of)
+        """Changes of parameters that only their values show, which the ranks tell each other."""
+        self.accumulation = Accumulation(self.unseen)
         """What the micro-batches of a step keep for the last one."""
         self.attribute: Attribute | None = None
         """Set while transfers are attributed to modules (:mod:`torch_tp2d.planner.trace`)."""
@@ -122,10 +125,13 @@ class Context:
         return nullcontext if self.attribute is None else self.attribute(module)
 
     def forget(self) -> None:
-        """Drop what was kept of a forward; called when one begins or has ended."""
+        """Drop what was kept of a forward; called when one begins or has ended.
+
+        Not the twins: what checkpointing recomputes in backward is given the very tensors of the
+        first run. A twin is asked for by its tensor, and kept no longer than that.
+        """
         self.embedded = None
         self.gathered.clear()
-        self.twins.clear()
 
 
 class TensorMemo:

@@ -28,8 +28,9 @@ from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
 from .._tracing import eager_only, in_graph
 from ..comm import Pending
 from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
-from .reductions import backward_of
+from .reductions import backward_of, drop_unfinished
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
+from .unseen import UnseenChanges
 from .versions import copy_to_compare, same_bits, versions
 
 __all__ = [
@@ -51,12 +52,14 @@ class Prepared:
     Args:
         gather: starts the gather of the weight; None if there is nothing to gather.
         sources: the tensors whose values the operands are, or will be, copied from.
+        own: the module's weight as it was read, if a :class:`~torch_tp2d.ops.matmul.Call` takes it.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     gather: Callable[[], Pending] | None = None
     sources: Sequence[Tensor] = ()
+    own: Tensor | None = None
     on_behalf: OnBehalf = nullcontext
     _then: Sequence[tuple[Tensor, Tensor]] = ()
     _moving: Pending | None = None
@@ -84,9 +87,11 @@ class Prepared:
         pairs = zip(self.sources, copies, strict=True)
         self._then = [(source, then) for source, then in pairs if then is not None]
 
-    def changed(self) -> bool:
-        """Whether a parameter was changed since :meth:`remember`, even if torch did not see it."""
-        return not all(same_bits(source, then) for source, then in self._then)
+    def compare(self, module: nn.Module, unseen: UnseenChanges) -> None:
+        """Note whether a parameter was changed since :meth:`remember` without torch's seeing it."""
+        if self._then:
+            changed = not all(same_bits(source, then) for source, then in self._then)
+            unseen.note(module, changed=changed)
 
 
 class _Seen:
@@ -118,11 +123,14 @@ class Pass:
 
     Args:
         foreseen: the modules in the order of the previous forward.
+        unseen: notes whether what was prepared ahead is out of date.
         open_after: for each module, whether the next one may be prepared before it has run.
     """
 
-    def __init__(self, foreseen: Sequence[nn.Module], open_after: Sequence[bool]) -> None:
-        self.foreseen, self.open_after = foreseen, open_after
+    def __init__(
+        self, foreseen: Sequence[nn.Module], open_after: Sequence[bool], unseen: UnseenChanges
+    ) -> None:
+        self.foreseen, self.open_after, self.unseen = foreseen, open_after, unseen
         self.ran: list[nn.Module] = []
         self.selective: list[bool] = []
         """For each module in ``ran``, whether it ran in a region of selective checkpointing."""
@@ -152,13 +160,8 @@ class Pass:
             if not seen.still_holds(_Seen(module)):
                 ready.drop()
                 ready = None
-            elif ready.changed():
-                raise ValueError(
-                    f"a parameter of {module} was changed during the forward of the model that it "
-                    f"is a part of, after its gather had started, in a way that torch does not see "
-                    f"(.data, to_local(), torch._foreach_*): change it before that forward, or in "
-                    f"a forward pre-hook of the module"
-                )
+            else:
+                ready.compare(module, self.unseen)
         if ready is None:
             ready = prepare(module)
         ready.start()
@@ -235,6 +238,8 @@ class Forward:
     def watch(self, module: nn.Module) -> None:
         """Begin and end a pass with each forward of ``module``."""
         module.register_forward_pre_hook(self._begin, prepend=True)
+        # Not if the forward has raised, which one rank alone may do.
+        module.register_forward_hook(self._tell)
         module.register_forward_hook(self._end, always_call=True)
 
     @eager_only
@@ -246,14 +251,28 @@ class Forward:
             self._begun.append(None)
             return
         context.forget()
-        context.backwards.clear()
+        drop_unfinished(context)
+        context.unseen.tell()
         steps = zip(self._selective[1:], self._crossed, self._order[1:], strict=True)
         open_after = [
             not selective and not _crosses_hooks(left, entered) and not _begins_unit(entered, after)
             for selective, (left, entered), after in steps
         ]
-        context.running = Pass(self._order, open_after)
+        context.running = Pass(self._order, open_after, context.unseen)
         self._begun.append(context.running)
+
+    @eager_only
+    def _tell(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let the ranks tell each other of parameters that were changed while the model ran.
+
+        Raises:
+            ValueError: on every rank, if there are any and no backward can follow.
+        """
+        if self._begun and self._begun[-1] is not None:
+            unseen = self.context.unseen
+            unseen.ask()
+            if not any(_learns(x) for x in tree_leaves(output)):
+                unseen.tell()
 
     @eager_only
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -286,12 +305,19 @@ class Forward:
                 # What runs after this backward has the tokens that were known before it.
                 after = partial(setattr, context, "tokens", context.tokens)
                 backward.at_end += [context.forget, after]
+                context.unseen.hand_on()
+            backward.settle_kept()
             if tokens is not None:
                 context.tokens = tokens
 
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            if _learns(tensor):
                 tensor.register_hook(restore)
+
+
+def _learns(x: Any) -> bool:
+    """Whether a backward can begin at an output of a model."""
+    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.grad_fn is not None
 
 
 def _crossings(

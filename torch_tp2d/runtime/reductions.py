@@ -14,7 +14,14 @@ from ..comm import Axis, Pending, all_reduce
 from .context import Context, in_backward
 from .deferred import LazyResult, undeferred
 
-__all__ = ["Backward", "PendingReduction", "backward_of", "of_pass", "summed"]
+__all__ = [
+    "Backward",
+    "PendingReduction",
+    "backward_of",
+    "drop_unfinished",
+    "of_pass",
+    "summed",
+]
 
 
 class PendingReduction:
@@ -93,12 +100,22 @@ class Backward:
             else:
                 reduction.send()
 
+    def settle_kept(self) -> None:
+        """Have what micro-batches keep settled at the end, if this is the last backward of a step.
+
+        To be called before anything of it can raise: :func:`drop_unfinished` goes by it.
+        """
+        kept = self.context.accumulation
+        if kept and not kept.holds and kept.settle not in self.at_end:
+            self.at_end.append(kept.settle)
+
     def close(self) -> None:
         """End the backward: run the calls in :attr:`at_end`."""
         self.pending.clear()
         for call in self.at_end:
             call()
         self.at_end.clear()
+        self.context.unseen.tell()
 
 
 def backward_of(context: Context) -> Backward:
@@ -116,6 +133,18 @@ def backward_of(context: Context) -> Backward:
 
         at_end_of_backward(close)
     return found
+
+
+def drop_unfinished(context: Context) -> None:
+    """Forget backward passes that an exception has ended, when a forward begins.
+
+    If one of them was the last of a step, then what the step's micro-batches kept is given up: it
+    is not in ``.grad``, and so ``zero_grad()`` does not clear it.
+    """
+    kept = context.accumulation
+    if any(kept.settle in backward.at_end for backward in context.backwards.values()):
+        kept.discard()
+    context.backwards.clear()
 
 
 def of_pass(context: Context) -> bool:

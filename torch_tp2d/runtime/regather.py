@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._torch_compat import parameters_of
 from ..comm import Pending
@@ -27,11 +28,11 @@ GATHERED_AHEAD = 4
 def is_whole(module: Any, mesh: DeviceMesh) -> bool:
     """Whether a module's weight can be gathered along the mesh as it is; the same on all ranks.
 
-    It cannot while FSDP2, which shards it too, has put its own shard on the module, nor if it is
-    parametrized and so computed anew at each use.
+    It cannot while FSDP2, which shards it too, has put its own shard on the module, nor if it or
+    the bias is parametrized and so computed anew at each use.
     """
     params = parameters_of(module)
-    if "weight" not in params:
+    if "weight" not in params or is_parametrized(module):
         return False
     weight = params["weight"]
     return not isinstance(weight, DTensor) or weight.device_mesh == mesh

@@ -110,18 +110,21 @@ class EmbeddingRunner(Runner):
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not self.does_more:
             (ids,) = args
-            return self._look_up(module, ids, local=self.use_local_output)[0]
+            return self._look_up(module, module.weight, ids, local=self.use_local_output)[0]
         looked_up: list[torch.Size] = []
 
+        # Read once: a parametrized one is computed each time.
+        weight = module.weight
+
         def look_up(ids: Tensor) -> Tensor:
-            y, of = self._look_up(module, ids, local=False)
+            y, of = self._look_up(module, weight, ids, local=False)
             looked_up.append(of)
             return y
 
         # The rest of the module's own forward sees a DTensor of the global shape.
         y = cause = None
         try:
-            with _LookUp(module.weight, look_up):
+            with _LookUp(weight, look_up):
                 y = forward(*args, **kwargs)
         except RuntimeError as error:
             cause = error
@@ -139,14 +142,16 @@ class EmbeddingRunner(Runner):
         local = y.redistribute(placements=self.grid.placements(wanted)).to_local()
         return self._exit(wanted, wanted, local=True).output(local, tuple(looked_up[0]))
 
-    def _look_up(self, module: Any, x: Tensor, *, local: bool) -> tuple[Tensor, torch.Size]:
+    def _look_up(
+        self, module: Any, weight: Tensor, x: Tensor, *, local: bool
+    ) -> tuple[Tensor, torch.Size]:
         """The embeddings of ids, in the output's layout, and the shape of the ids."""
         check_dims(module, x, 1, "ids [tokens] or [batch, sequence]")
         ids = self.entry.shard(x, module)
-        self._check_known(ids, module.weight.shape[0])
+        self._check_known(ids, weight.shape[0])
         wanted = self._told(ids.shape, local=local)
-        (weight,) = local_shards(module.weight)
-        y = embedding2d(ids, weight, self.vocab_start, module.padding_idx)
+        (shard,) = local_shards(weight)
+        y = embedding2d(ids, shard, self.vocab_start, module.padding_idx)
         return self._exit(self.result, wanted, local=local).output(y, tuple(ids.shape)), ids.shape
 
     def hand_on(self, embeds: Tensor) -> Tensor:

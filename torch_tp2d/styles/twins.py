@@ -6,11 +6,13 @@ replicated. Its twin has the same value and a partial gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
-from .._torch_compat import has_hooks
+from .._torch_compat import hooks_of
 from .._tracing import in_graph
 from ..mesh.layouts import Layout
 from ..runtime.context import Context
@@ -19,11 +21,49 @@ __all__ = ["keep_twin", "twin_of"]
 
 
 def keep_twin(x: Tensor, layout: Layout, twin: Any, context: Context) -> None:
-    """Keep ``twin`` for styles that are given ``x`` and take it in ``layout``."""
+    """Keep ``twin`` for styles that are given ``x`` and take it in ``layout``.
+
+    Backward through the twin raises a RuntimeError if by then the gradient of ``x`` itself is
+    asked for, by a hook or ``retain_grad()``: a style that took the twin adds nothing to it.
+    """
     if in_graph():
         x._tp2d_twin = layout, twin  # type: ignore[attr-defined]
     else:
-        context.twins.put(x, layout, twin)
+        refusal = _Refusal(f"{tuple(x.shape)} on mesh {context.of}")
+        twin.register_hook(refusal)
+        context.twins.put(x, layout, (twin, refusal))
+
+
+class _Refusal:
+    """The hook of a twin that refuses hooks of its tensor which are set after a style took it."""
+
+    def __init__(self, of: str) -> None:
+        self._of = of
+        self._hooks: dict[int, Any] | None = None
+        self._x: Callable[[], Tensor | None] = _nothing
+
+    def taken(self, x: Tensor) -> None:
+        """Watch the hooks of ``x``, which has none by now, from here on."""
+        if self._hooks is None:
+            # Hooks outlive their tensor, in a dict that is made with the first one. The tensor is
+            # not held, as that would keep what was gathered; once it is gone, nobody can read the
+            # gradient that it retains.
+            x.register_hook(_nothing).remove()
+            self._hooks, self._x = hooks_of(x), ref(x)
+
+    def __call__(self, grad: Tensor) -> None:
+        x = self._x()
+        if self._hooks or (x is not None and x.retains_grad):
+            raise RuntimeError(
+                f"the gradient of a local tensor {self._of}, gathered by PrepareModuleInput, "
+                f"PrepareModuleOutput or another style, is asked for by a hook or retain_grad() "
+                f"since a module of the plan has taken it, and would lack that module's part: ask "
+                f"before its first use"
+            )
+
+
+def _nothing(*args: Any) -> None:
+    pass
 
 
 def twin_of(x: Tensor, layout: Layout, context: Context) -> Any:
@@ -31,7 +71,10 @@ def twin_of(x: Tensor, layout: Layout, context: Context) -> Any:
     if in_graph():
         kept, twin = getattr(x, "_tp2d_twin", (None, None))
         return twin if kept == layout else None
-    if x.retains_grad or has_hooks(x):
+    if x.retains_grad or hooks_of(x):
         # Its own gradient is asked for, by FSDP2 for one, which gathers parameters when it comes.
         return None
-    return context.twins.get(x, layout)
+    twin, refusal = context.twins.get(x, layout) or (None, None)
+    if refusal is not None:
+        refusal.taken(x)
+    return twin

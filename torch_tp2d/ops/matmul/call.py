@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..._once import once_differentiable
-from ..._torch_compat import adds_to_grad
+from ..._torch_compat import adds_to_grad, parameters_of
 from ...comm import Axis, Pending, all_reduce
 from ...runtime.accumulation import Accumulation
 from ...runtime.context import Context, autocast_dtype
@@ -120,10 +121,11 @@ class Call:
         shards: how to scatter a result that is a partial sum along ``tp_col``, or how to gather an
             input along it; None if that is done outside of the call.
         module: the Linear.
-        param: guards the module's weight, which must not change before backward.
+        param: guards the weight that this use took, which must not change before backward. The
+            module may have another one by then.
         context: the mesh's context; None, as ``module`` and ``param``, in a traced graph, which
             defers nothing and keeps nothing between micro-batches.
-        operand: computes the weight operand from the module's parameter, differentiably.
+        operand: computes the weight operand from that weight, differentiably.
     """
 
     op: LinearOp
@@ -140,6 +142,12 @@ class Call:
         return self.context
 
     @property
+    def own(self) -> Any:
+        """The weight that this use took."""
+        assert self.param is not None
+        return self.param.param
+
+    @property
     def accumulation(self) -> Accumulation | None:
         """The gradient accumulation, if it is in use."""
         if self.context is None or self.operand is None:
@@ -149,7 +157,7 @@ class Call:
     def gather(self, weight: Tensor) -> Pending:
         """Start the gather of the weight, unless an earlier micro-batch has kept it."""
         kept = self.accumulation
-        held = None if kept is None else kept.gathered(self.module, weight.dtype)
+        held = None if kept is None else kept.gathered(self.module, self.own, weight.dtype)
         if held is not None:
             return held
         return self.op.algorithm.prefetch(self.op.as_b(weight), self.op.cut)
@@ -158,12 +166,16 @@ class Call:
         """Keep the gathered weight for the next micro-batch."""
         kept = self.accumulation
         if kept is not None and self.op.keep_between and not self.op.cut.replicated:
-            kept.keep_weight(self.module, gathered)
+            kept.keep_weight(self.module, self.own, gathered)
 
     def keep_gradient(self, part: Tensor) -> None:
         """Keep this rank's partial gradient of the weight for the last micro-batch."""
         part = self.op.to_be_summed(part)
-        self.known_context.accumulation.keep_gradient(self.module, part, self._finish)
+        self.known_context.accumulation.keep_gradient(self.module, self.own, part, self._finish)
+
+    def with_kept(self, kept: Accumulation, part: Tensor) -> Tensor:
+        """This rank's partial gradient of the weight and what earlier micro-batches have kept."""
+        return kept.with_kept(self.module, self.own, part)
 
     def gradients_kept(self) -> Accumulation | None:
         """The accumulation of gradients, in a backward that adds to the weight's ``.grad``.
@@ -172,13 +184,24 @@ class Call:
         micro-batch.
         """
         kept = self.accumulation
-        adds = kept is not None and self.param is not None and adds_to_grad(self.param.param)
-        return kept if adds else None
+        return kept if kept is not None and adds_to_grad(self.own) else None
 
     def _finish(self, part: Tensor) -> None:
-        """Reduce the kept gradient of a module that the last micro-batch has not used."""
-        assert self.operand is not None and self.param is not None
-        op, param = self.op, self.param.param
+        """Reduce the kept gradient of a weight that the last micro-batch has not used.
+
+        Raises:
+            ValueError: if FSDP2, which has resharded it by now, would not see its gradient.
+        """
+        assert self.operand is not None
+        op, param = self.op, self.own
+        held = parameters_of(self.module).get("weight")
+        if isinstance(held, DTensor) and held.device_mesh != param.device_mesh:
+            raise ValueError(
+                f"the last micro-batch did not use the weight {tuple(param.shape)} of "
+                f"{self.module} on mesh {self.known_context.of}, for which no_sync keeps a "
+                f"gradient, and FSDP2, which shards the weight too, has let go of it by now: use "
+                f"all of an FSDP2 unit's weights in a step's last micro-batch"
+            )
         grad = op.as_b(op.sum_over_rows(part).wait())
         # It may have been frozen since; what was kept is of when it was not.
         learns = param.requires_grad
@@ -231,11 +254,8 @@ class _Linear(torch.autograd.Function):
         needs = Needs(*ctx.needs_input_grad[:3])
         if needs.x and call.param is not None:
             call.param.check()
-        kept = call.accumulation
-        if kept is not None and not kept.holds:
-            running = backward_of(call.known_context)
-            if kept.settle not in running.at_end:
-                running.at_end.append(kept.settle)
+        if call.accumulation is not None:
+            backward_of(call.known_context).settle_kept()
         algorithm = call.op.algorithm
         return (*algorithm.backward(call, needs, ctx.state, ctx.saved_tensors, grads), None)
 

@@ -158,7 +158,7 @@ def backward(
         else:
 
             def reduce(part: Tensor) -> Pending:
-                whole = part if kept is None else kept.with_kept(call.module, part)
+                whole = part if kept is None else call.with_kept(kept, part)
                 return op.sum_over_rows(whole)
 
             weights = PendingReduction(part, reduce, running)

@@ -63,7 +63,7 @@ def backward(
         elif kept.holds:
             call.keep_gradient(a.t() @ c)
         else:
-            weight_grad = op.sum_over_rows(kept.with_kept(call.module, a.t() @ c))
+            weight_grad = op.sum_over_rows(call.with_kept(kept, a.t() @ c))
     if state and needs.bias:
         columns = op.bias_columns
         mine = grad if columns is None else grad[:, columns]

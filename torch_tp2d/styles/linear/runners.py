@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from ...ops.matmul.cut import Algorithm
 from ...ops.matmul.pipelined import takes_deferred_grad
 from ...planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from ...planner.rates import Rates
-from ...runtime.context import Sizes
+from ...runtime.context import Sizes, in_backward
 from ...runtime.prefetch import Prepared, prepare_parameters
+from ...runtime.reductions import drop_unfinished
 from ...runtime.versions import VersionGuard
 from ..base import FEATURES, Resolved, Runner, check_dims, local_shards, values_of
 from ..boundary import Entry, Exit, dims_needed
@@ -109,12 +111,13 @@ class LinearRunner(_OpRunner):
     def resolved(self) -> Resolved:
         return Resolved(self.entry.declared, self.exit.wanted, self.dataflow, self.algorithm)
 
-    def _shards(self, module: Any) -> tuple[Tensor, Tensor | None]:
+    def _shards(self, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
         """The shards of weight and bias that produce this rank's output features.
 
-        In the dtype of autocast, and resharded if the weight holds fused projections.
+        In the dtype of autocast, and resharded if the weight holds fused projections. A run reads
+        the two from its module once: a parametrized one is computed each time.
         """
-        weight, bias = local_shards(module.weight, module.bias)
+        weight, bias = local_shards(weight, bias)
         weight, bias = low_precision(weight, bias)
         if self.parts:
             return reshard_fused_grad(
@@ -124,29 +127,32 @@ class LinearRunner(_OpRunner):
 
     def prepare(self, module: Any) -> Prepared:
         """The parameters as the op takes them, and the gather of the weight, not started yet."""
-        weight, bias = self._shards(module)
+        own, own_bias = module.weight, module.bias
+        weight, bias = self._shards(own, own_bias)
         shard, op = self.op.as_b(weight.detach()), self.op
 
         def gather() -> Pending:
-            kept = self.grid.context.accumulation.gathered(module, shard.dtype)
+            kept = self.grid.context.accumulation.gathered(module, own, shard.dtype)
             return op.algorithm.prefetch(shard, op.cut) if kept is None else kept
 
-        copied = bool(self.parts) or weight.dtype != module.weight.dtype
+        copied = bool(self.parts) or weight.dtype != own.dtype
         params = []
         if copied or self.op.cut.row.size > 1:
-            params.append(module.weight)
+            params.append(own)
         if copied and bias is not None:
-            params.append(module.bias)
+            params.append(own_bias)
         sources = [values_of(param) for param in params]
         if copied:
             # A parameter's own shard takes a deferred gradient, but a copy made of it does not
             # unless it is wrapped.
             weight = takes_deferred_grad(weight)
             bias = None if bias is None else takes_deferred_grad(bias)
-        return Prepared(weight, bias, gather, sources)
+        return Prepared(weight, bias, gather, sources, own)
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2 + self.row_dim, FEATURES)
+        if not in_graph() and self.grid.context.backwards and not in_backward():
+            drop_unfinished(self.grid.context)
         ready = None
         if self.in_rounds and not in_graph():
             self.entry.check(x, module)
@@ -157,21 +163,29 @@ class LinearRunner(_OpRunner):
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
         if shards is not None:
             have = self.exit.have[0], Shard(shards.dim)
-        moving = None if ready is None else ready.moving
         if in_graph():
-            y = linear2d(operand, *self._shards(module), Call(op, shards=shards))
+            traced = Call(op, shards=shards)
+            y = linear2d(operand, *self._shards(module.weight, module.bias), traced)
             return self.exit.output(y, sizes, have)
-        guard, context = VersionGuard(module.weight), self.grid.context
-        call = Call(op, moving, shards, module, guard, context, lambda: self._shards(module)[0])
+        context = self.grid.context
         if ready is None:
-            y = linear2d(operand, *self._shards(module), call)
+            own, moving = module.weight, None
+            weight, bias = self._shards(own, module.bias)
         else:
             assert ready.weight is not None
-            y = linear2d(operand, ready.weight, ready.bias, call)
-            running = self.grid.context.running
+            own, moving, weight, bias = ready.own, ready.moving, ready.weight, ready.bias
+        operand_of = partial(self._operand, own)
+        call = Call(op, moving, shards, module, VersionGuard(own), context, operand_of)
+        y = linear2d(operand, weight, bias, call)
+        if ready is not None:
+            running = context.running
             if running is not None:
                 running.gather_ahead()
         return self.exit.output(y, sizes, have)
+
+    def _operand(self, weight: Any) -> Tensor:
+        """The op's operand of a weight."""
+        return self._shards(weight, None)[0]
 
     def _op(self, tokens: Sizes | None) -> LinearOp:
         return self.op if self.keeps(tokens, self.grid.col.index) else self.resharding
