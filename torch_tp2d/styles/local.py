@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed.tensor as dt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch_compat import tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
+from ..mesh.handed import Handed, hand_out, said_of
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
-from .base import GridStyle, LayoutLike, Resolved, Runner
-from .boundary import to_dtensor
+from .base import AS_INPUT, GridStyle, LayoutLike, Resolved, Runner
+from .boundary import check_handed, to_dtensor
 from .local_math import run_locally
 from .masks import Masks
 from .module_kinds import describe_module
 from .own_dropout import OwnDropout
-from .surroundings import UNKNOWN
+from .surroundings import UNKNOWN, layout_made_of, tokens_by_sizes
 
 __all__ = ["Local2D"]
 
@@ -33,14 +37,16 @@ class Local2D(GridStyle):
     ===============  ==============================  ==============================
     tensor           layout                          local shape
     ===============  ==============================  ==============================
-    inputs, output   ``(Shard(0), Replicate())``     ``[B/R, ...]``, or ``[n B/R, ...]``
+    inputs, outputs  ``(Shard(0), Replicate())``     ``[B/R, ...]``, or ``[n B/R, ...]``
     parameters       ``(Replicate(), Replicate())``  full, or as ``params`` says
     ===============  ==============================  ==============================
 
     The module's own parameters are placed, not those of modules inside it. Each rank uses its
     shards of them as plain tensors; gradients are summed along ``tp_row``, whose ranks have
     different samples. Along ``tp_col`` all ranks compute the same with a replicated parameter,
-    unless ``input_layouts`` say that they see different heads or features.
+    unless they see different tokens, heads or features: by ``input_layouts``, by the style that has
+    handed out the input, by the tensors that the user's code has made it of, or by the plan. A
+    module on split tokens has to take them one by one, and hands them on as they are split.
 
     A quantity that the user's code computes across samples from a local output covers this row's
     samples only. A mean over tokens is the row's mean, and a product of such means, such as a
@@ -51,21 +57,25 @@ class Local2D(GridStyle):
     Keyword Args:
         params: the placement on ``tp_col`` of parameters that are split there, by name: a table
             with a bias per head is ``Shard(1)`` if its dim 1 counts heads.
-        input_layouts: layout of the first tensor, ``Replicate()`` on ``tp_col`` by default. If it
-            is a Shard there, of heads for instance, gradients of replicated parameters are summed
-            along ``tp_col`` too. ``(Replicate(), Replicate())`` says that the module's own
-            parameters are applied to tensors that are replicated on every rank, such as a scale of
-            the logits of all pairs in a batch: no gradient is summed.
-        use_local_output: hand on a local tensor (True), or a DTensor of the global shape with the
-            batch in dim 0 (False), which the last such module needs for the loss; by default a
-            DTensor if an input is one.
+        input_layouts: layout of the first tensor. If it is a Shard on ``tp_col``, of heads for
+            instance, gradients of replicated parameters are summed along ``tp_col`` too.
+            ``(Replicate(), Replicate())`` says that the module's own parameters are applied to
+            tensors that are replicated on every rank, such as a scale of the logits of all pairs
+            in a batch: no gradient is summed. By default it is found as above, and is
+            ``Replicate()`` on ``tp_col`` where the plan splits no tokens.
+        use_local_output: hand on local tensors (True), or DTensors of the global shape with the
+            batch in dim 0 (False), which the last such module needs for the loss; by default
+            DTensors if an input is one. Several outputs may be a tuple, a list, a dict or what
+            else torch's pytree knows.
 
     Raises:
-        TypeError: for integer parameters.
+        TypeError: for integer parameters; in forward, for outputs in a dataclass that is to hold
+            DTensors and is not known to torch's pytree.
         ValueError: for a name in ``params`` that is no parameter of the module, or a dim that the
-            parameter does not have; in forward, for a DTensor that is laid out otherwise, and for
-            replicated parameters beside a Linear whose local output is split, if ``input_layouts``
-            are not given.
+            parameter does not have; in forward, for a DTensor that is laid out otherwise, for a
+            local tensor that a style has handed out in another layout, for an output with other
+            tokens than an input that is split by tokens, and where the plan does not tell whether
+            tokens, features or heads are split, if ``input_layouts`` are not given.
 
     Example::
 
@@ -120,6 +130,20 @@ class Local2D(GridStyle):
         )
 
 
+class _Call(NamedTuple):
+    """What is known of one call of the module."""
+
+    x: Tensor | None
+    """The tensor that the layouts describe, as it was given."""
+    layout: Layout
+    sees_shares: bool
+    """Whether the columns see different tokens, features or heads."""
+    batch: int | None
+    """The global number of samples; None if other ranks have to be asked."""
+    local: bool
+    """Whether the output is handed on as local tensors."""
+
+
 class _LocalRunner(Runner):
     style = "Local2D"
 
@@ -137,68 +161,198 @@ class _LocalRunner(Runner):
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
     def resolved(self) -> Resolved:
-        return Resolved(self.samples if self.declared is None else self.declared, self.samples)
+        if self.declared is None or self.declared == self.samples:
+            return Resolved(self.samples, self.samples)
+        return Resolved(self.declared, AS_INPUT)
 
     def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        batches = {x.shape[0] for x in values if isinstance(x, DTensor)}
-        shares = not self.sees_all, self._sees_shares(module, values)
-        args = tuple(self._local(module, x) for x in args)
-        kwargs = {name: self._local(module, x) for name, x in kwargs.items()}
+        call = self._call(module, (*args, *kwargs.values()))
+        args = tuple(self._local(x) for x in args)
+        kwargs = {name: self._local(x) for name, x in kwargs.items()}
         params = [(module, name) for name in self.names]
         own = self.own.replacing(forward, module)
+        shares = not self.sees_all, self.has_whole and call.sees_shares
         y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
         if self.sees_all:
             return y
-        local = not batches if self.use_local_output is None else self.use_local_output
-        return y if local else self._of_whole_batch(module, y, batches)
+        if isinstance(y, Tensor):
+            return self._output(y, call)
+        if not call.local:
+            self._check_outputs(y)
+        return tree_map_only(Tensor, lambda one: self._output(one, call), y)
 
-    def _sees_shares(self, module: nn.Module, values: Sequence[Any]) -> bool:
-        """Whether the columns see different features or heads, so that gradients are partial."""
-        if not self.has_whole or self.grid.col.size == 1:
-            return False
-        tensors = (x for x in values if isinstance(x, Tensor) and x.is_floating_point())
-        x = next(tensors, None)
-        if x is not None and self.grid.shares(x)[1]:
-            return True
-        if self.declared is not None:
-            return isinstance(self.declared[1], Shard)
+    def _call(self, module: nn.Module, values: tuple[Any, ...]) -> _Call:
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        split = [x for x in tensors if x.ndim]
+        x = next((x for x in split if x.is_floating_point()), next(iter(split), None))
+        layout, sees_shares = self._layout(module, x)
+        on_mesh = [x for x in tensors if isinstance(x, DTensor)]
+        local = not on_mesh if self.use_local_output is None else self.use_local_output
+        # A DTensor on the sub-mesh of tp_col has the samples of one row.
+        batches = [x.shape[0] for x in on_mesh if x.ndim and x.device_mesh == self.grid.mesh]
+        batch, known = max(batches, default=None), self.grid.context.tokens
+        if batch is None and x is not None and layout[0] == Shard(0):
+            batch = next(iter(self.grid.tokens_of(x) or ()), None)
+        if batch is None and known is not None and len(known) == 1:
+            (batch,) = known
+        return _Call(x, layout, sees_shares, batch, local)
+
+    def _layout(self, module: nn.Module, x: Tensor | None) -> tuple[Layout, bool]:
+        """The layout of the input, and whether the gradients that it gives differ along ``tp_col``.
+
+        Raises:
+            ValueError: for a local tensor that was handed out in another layout than is declared,
+                or does not have its dims, for one that is the same on every row, and where the plan
+                splits tokens over ``tp_col`` in some places and nothing tells whether it does here.
+        """
+        grid, declared = self.grid, self.declared
         if x is None or isinstance(x, DTensor):
-            return False
-        handed = self.grid.handed(x)
-        if handed is not None:
-            return isinstance(handed[1], Shard)
-        if self.surroundings.sees_heads(module, x, self.grid):
-            return True
-        if self.surroundings.split:
-            self.surroundings.check_features(self.here, module, x, self.grid)
-        return False
+            return self.samples, declared is not None and isinstance(declared[1], Shard)
+        shares = grid.shares(x)
+        if declared is not None:
+            if any(isinstance(p, Shard) and not -x.ndim <= p.dim < x.ndim for p in declared):
+                raise ValueError(
+                    f"{self.here} was given a tensor of shape {tuple(x.shape)}, which does not "
+                    f"have the dims of its input_layouts={declared}: declare those of its first "
+                    f"tensor"
+                )
+            check_handed(x, declared, module, grid)
+            layout = declared
+        elif grid.handed(x) is None and self.surroundings.sees_heads(module, x, grid):
+            return self.samples, True
+        else:
+            layout = self._found(module, x)
+            if grid.row.size > 1 and layout[0].is_replicate() and not shares[0]:
+                raise ValueError(
+                    f"{self.here} runs on this row's samples, but was given a local tensor of "
+                    f"shape {tuple(x.shape)} in layout {layout}, the same on every row: say so by "
+                    f"input_layouts=(Replicate(), Replicate()), or give the module before it "
+                    f"output_layouts={self.samples}"
+                )
+        layout = normalize(layout, x.ndim)
+        return layout, shares[1] or isinstance(layout[1], Shard)
 
-    def _local(self, module: nn.Module, x: Any) -> Any:
+    def _found(self, module: nn.Module, x: Tensor) -> Layout:
+        """The layout of a local input for which none is declared."""
+        grid, told = self.grid, self.surroundings
+        handed = grid.handed(x)
+        if handed is not None:
+            return handed
+        if not x.is_floating_point():
+            return self.samples
+        if self.has_whole and told.split:
+            told.check_features(self.here, module, x, grid)
+        made, by_sizes = layout_made_of(x, grid), tokens_by_sizes(x, 0, grid)
+        if made is not None and by_sizes in (None, made[1]):
+            return made
+        # Without an embedding or a Linear in it the plan splits no tokens.
+        splits_none = not told.widths or told.stream == dt.Replicate()
+        if grid.col.size == 1 or (splits_none and by_sizes is None):
+            return self.samples
+        return told.layout(self.here, x, 0, grid)
+
+    def _local(self, x: Any) -> Any:
+        """A DTensor's local shard, with a sample that stands in on a row without any.
+
+        Raises:
+            ValueError: for a DTensor that is laid out otherwise.
+        """
         if not isinstance(x, DTensor):
             return x
-        if normalize(self.grid.layout(x, 0), x.ndim) != self.samples:
+        grid = self.grid
+        layout = grid.layout(x, 0)
+        axes = zip((grid.row, grid.col), normalize(layout, x.ndim), self.samples, strict=True)
+        if any(have != want for axis, have, want in axes if axis.size > 1):
             of = "all samples" if self.sees_all else "this row's samples, whole along tp_col"
             raise ValueError(
-                f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)} runs on {of}, "
-                f"but got a DTensor of shape {tuple(x.shape)} placed {x.placements}: redistribute "
-                f"it to {self.samples}"
+                f"{self.here} runs on {of}, but got a DTensor of shape {tuple(x.shape)} placed "
+                f"{x.placements}: redistribute it to {self.samples}"
             )
-        return x.to_local()
+        local = x.to_local()
+        if self.sees_all or not x.ndim or x.device_mesh != grid.mesh:
+            return local
+        if grid.context.tokens is None and 0 in grid.row.split(x.shape[0]):
+            # The global sizes are not noted: no style inside could tell the stand-in from a sample.
+            return local if local.shape[0] else torch.cat([local, local.new_zeros(1, *x.shape[1:])])
+        return grid.with_stand_in(local, self.samples, grid.sizes_of(x))
 
-    def _of_whole_batch(self, module: nn.Module, y: Tensor, batches: set[int]) -> DTensor:
-        known = self.grid.context.tokens
-        if batches:
-            batch = max(batches)
-        elif known is not None and len(known) == 1:
-            (batch,) = known
-        else:
-            batch = self.grid.extent(y, 0, row_layout())
-        mine = self.grid.row.split(batch)[self.grid.row.index]
+    def _output(self, y: Tensor, call: _Call) -> Tensor:
+        """An output of the module as it is handed on.
+
+        Raises:
+            ValueError: for one that does not have the tokens of an input that is split by tokens,
+                and for one that is to become a DTensor, but whose layout is not known.
+        """
+        grid, x, layout = self.grid, call.x, call.layout
+        if isinstance(y, DTensor) or (y is x and call.local):
+            return y
+        if x is None or isinstance(x, DTensor):
+            return self._of_samples(y, call)
+        dims = x.ndim if Shard(x.ndim - 1) in layout else x.ndim - 1
+        alike = y.shape[:dims] == x.shape[:dims]
+        axes = list(zip((grid.row, grid.col), layout, self.samples, strict=True))
+        apart = [axis.name for axis, have, of in axes if axis.size > 1 and have != of]
+        if alike and y.is_floating_point() and (apart or said_of(x).layout is not None):
+            y = hand_out(y, self._noted(y, x, layout))
+        if not apart:
+            return self._of_samples(y, call)
+        if call.local:
+            # Heads and features that the module puts elsewhere are the user's own to follow.
+            by_tokens = dims < x.ndim <= 3 and any(isinstance(p, Shard) for p in layout)
+            if alike or not by_tokens:
+                return y
+        elif alike and (grid.row.size == 1 or layout[0].is_shard()):
+            if call.batch is None or layout[0] != Shard(0):
+                return to_dtensor(y, layout, grid)
+            others = [grid.extent(y, dim, layout) for dim in range(1, y.ndim)]
+            y = y.narrow(0, 0, grid.row.split(call.batch)[grid.row.index])
+            return to_dtensor(y, layout, grid, (call.batch, *others))
+        raise ValueError(
+            f"{self.here} was given a local tensor of shape {tuple(x.shape)} in layout {layout} "
+            f"and gave one of shape {tuple(y.shape)}, whose layout that does not tell: split over "
+            f"{' and '.join(apart)} a module can only take tokens one by one. Have the module "
+            f"before it hand on full samples, output_layouts={self.samples}, or a DTensor "
+            f"(use_local_output=False) to torch_tp2d.Replicate() in the place of Local2D"
+        )
+
+    def _noted(self, y: Tensor, x: Tensor, layout: Layout) -> Handed:
+        """What to note of an output with the tokens of the local input ``x``."""
+        said = said_of(x)
+        if said.layout is None:
+            return Handed(None, layout, y.ndim, self.grid.axes, self.grid.tokens_of(x))
+        if y.ndim == x.ndim:
+            return said
+        return said._replace(sizes=None, layout=normalize(said.layout, x.ndim), ndim=y.ndim)
+
+    def _of_samples(self, y: Tensor, call: _Call) -> Tensor:
+        """An output of this row's samples, of which nothing is split along ``tp_col``."""
+        grid, batch = self.grid, call.batch
+        if call.local:
+            stood_in = isinstance(call.x, DTensor) and grid.context.tokens is None
+            if not stood_in or batch is None or not y.ndim:
+                return y
+            # Without token sizes the user's code could not tell the stand-in from a sample.
+            return y if grid.row.split(batch)[grid.row.index] else y.narrow(0, 0, 0)
+        if batch is None:
+            batch = grid.extent(y, 0, row_layout()) if y.ndim else 0
+        mine = grid.row.split(batch)[grid.row.index]
         # A row without samples holds one stand-in sample.
-        if y.shape[0] not in (mine, mine or 1):
+        if not y.ndim or y.shape[0] not in (mine, mine or 1):
             raise ValueError(
-                f"{describe_module(module)} gave {tuple(y.shape)}, but this row has {mine} of "
-                f"{batch} samples: only what has the batch in dim 0 becomes a DTensor"
+                f"{self.here} gave {tuple(y.shape)}, but this row has {mine} of {batch} samples: "
+                f"only what has the batch in dim 0 becomes a DTensor"
             )
-        return to_dtensor(y.narrow(0, 0, mine), row_layout(), self.grid, (batch, *y.shape[1:]))
+        return to_dtensor(y.narrow(0, 0, mine), row_layout(), grid, (batch, *y.shape[1:]))
+
+    def _check_outputs(self, y: Any) -> None:
+        """Refuse several outputs in an object that torch's pytree does not look into.
+
+        Raises:
+            TypeError: for a dataclass that is not registered there.
+        """
+        for one in tree_leaves(y):
+            if is_dataclass(one):
+                raise TypeError(
+                    f"{self.here} gave a {type(one).__name__}, whose tensors cannot be made "
+                    f"DTensors: give it to torch.export.register_dataclass, or return a tuple"
+                )

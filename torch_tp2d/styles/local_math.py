@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .._once import once_differentiable
-from .._torch_compat import hooks_again, parameters_of
+from .._torch_compat import hooks_again, parameters_of, tree_leaves
+from .._tracing import in_graph
 from ..comm import Axis
 from ..mesh.grid import Grid
 from ..runtime.context import Context
-from ..runtime.reductions import summed
+from ..runtime.reductions import backward_of, summed
 from .base import local_shards
 from .module_kinds import is_conv1d
 
@@ -54,14 +55,46 @@ def run_locally(
     on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
     summed_on_row = iter(SumGrads.apply(row, grid.context, *on_row))
     summed_on_both = iter(SumGrads.apply([*row, *col], grid.context, *on_both))
-    for (owner, name), is_split in zip(params, split, strict=True):
-        # An instance attribute is found before the registered parameter, which stays in place.
-        object.__setattr__(owner, name, next(summed_on_row if is_split else summed_on_both))
+    local = [next(summed_on_row if is_split else summed_on_both) for is_split in split]
+    _put_in_place(params, local)
     try:
-        return forward(*args, **kwargs)
+        y = forward(*args, **kwargs)
     finally:
         for owner, name in params:
-            object.__delattr__(owner, name)
+            del owner.__dict__[name]
+    if not in_graph():
+        _put_in_place_in_backward(params, local, y, grid.context)
+    return y
+
+
+def _put_in_place(params: Sequence[tuple[nn.Module, str]], local: Sequence[Tensor]) -> None:
+    for (owner, name), tensor in zip(params, local, strict=True):
+        # An instance attribute is found before the registered parameter, which stays in place. By
+        # __dict__, since Dynamo cannot trace object.__delattr__.
+        owner.__dict__[name] = tensor
+
+
+def _put_in_place_in_backward(
+    params: Sequence[tuple[nn.Module, str]], local: Sequence[Tensor], y: Any, context: Context
+) -> None:
+    """Have the local tensors in place again while backward runs through the module.
+
+    If the module uses torch.utils.checkpoint inside, its code runs again then, on local tensors.
+    """
+
+    def removed() -> None:
+        for (owner, name), tensor in zip(params, local, strict=True):
+            if owner.__dict__.get(name) is tensor:
+                del owner.__dict__[name]
+
+    def begins(grads: Any) -> None:
+        _put_in_place(params, local)
+        backward_of(context).at_end.append(removed)
+
+    outputs = (x for x in tree_leaves(y) if isinstance(x, Tensor)) if params else ()
+    for node in {x.grad_fn for x in outputs if x.grad_fn is not None}:
+        # Not a hook on the tensor, which would have the next style take its gradient by itself.
+        node.register_prehook(begins)
 
 
 def parameters_inside(module: nn.Module) -> list[tuple[nn.Module, str]]:

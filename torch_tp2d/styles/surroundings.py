@@ -20,7 +20,14 @@ from ..mesh.grid import Axes, Grid
 from ..mesh.handed import made_of
 from ..mesh.layouts import TP_COL, Layout, normalize
 
-__all__ = ["UNKNOWN", "Surroundings", "is_of_features", "tokens_by_sizes", "width_of"]
+__all__ = [
+    "UNKNOWN",
+    "Surroundings",
+    "is_of_features",
+    "layout_made_of",
+    "tokens_by_sizes",
+    "width_of",
+]
 
 
 def is_of_features(placement: Placement) -> bool:
@@ -99,7 +106,7 @@ class Surroundings:
             ValueError: if nothing tells it, or the tensor's sizes contradict the plan.
         """
         self.check_axes(owner, x, grid)
-        made = _layout_made_of(x, grid)
+        made = layout_made_of(x, grid)
         if made is not None and tokens_by_sizes(x, row_dim, grid) in (None, made[1]):
             return made
         if x.ndim == 2:
@@ -195,7 +202,7 @@ def tokens_by_sizes(x: Tensor, row_dim: int, grid: Grid) -> Placement | None:
     return told[0] if len(told) == 1 else None
 
 
-def _layout_made_of(x: Tensor, grid: Grid) -> Layout | None:
+def layout_made_of(x: Tensor, grid: Grid) -> Layout | None:
     """The layout of the styles' outputs that ``x`` is made of; None if they differ or are unknown.
 
     None also if that layout splits features.
