@@ -459,17 +459,17 @@ def test_a_forward_that_asks_for_values_is_named() -> None:
         describe(model, (1, 2), plan, batch=2, seq=4)
 
 
-def test_a_mixture_of_experts_is_described() -> None:
+@pytest.mark.parametrize("name", ["Qwen3Moe", deep("Mixtral")])
+def test_a_mixture_of_experts_is_described(name: str) -> None:
     """As the error says."""
     pytest.importorskip("transformers")
     from support.decoders import decoder
 
-    for name in ("Mixtral", "Qwen3Moe"):
-        model = decoder(name)
-        with pytest.raises(ValueError, match="set_experts_implementation"):
-            describe(model, (2, 2), batch=4, seq=8)
-        model.set_experts_implementation("batched_mm")
-        assert describe(model, (2, 2), batch=4, seq=8).total_bytes
+    model = decoder(name)
+    with pytest.raises(ValueError, match="set_experts_implementation"):
+        describe(model, (2, 2), batch=4, seq=8)
+    model.set_experts_implementation("batched_mm")
+    assert describe(model, (2, 2), batch=4, seq=8).total_bytes
 
 
 def test_it_prints_and_is_json() -> None:
