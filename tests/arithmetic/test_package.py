@@ -72,6 +72,11 @@ def test_nothing_else_uses_a_private_name_of_torch() -> None:
     assert len(list(_private(compat_tree, own))) > 20, "the search finds what is there"
 
 
+def test_one_module_asks_whether_a_graph_is_traced() -> None:
+    asking = {path.name for path in PACKAGE.rglob("*.py") if "is_compiling" in path.read_text()}
+    assert asking == {"_tracing.py"}
+
+
 def test_a_torch_that_is_too_old_is_refused() -> None:
     """Before anything of it is used, and with the reason: importing a name of torch's failed."""
     pretend = "import torch; torch.__version__ = torch.torch_version.TorchVersion({!r}); "
