@@ -182,6 +182,12 @@ FOUND = {
         blocks=(Attention(residual=False, cross=True),), head=Head(features=2, out='tokens',
         how=How(style='rowwise'))),), use=(Op(size=(5, 5), twice=(0,)),))
     """,
+    # Heads that a norm had handed out, in dim 2 of four, were taken for whole: all columns dropped
+    # the same attention weights.
+    "dropout of attention weights of normed heads": """
+        Program(grid=(1, 2), models=(Model(blocks=(Attention(heads=4, kv_heads=2, plan='local',
+        qk_norm='declared', dropout=True),)),), use=(Op(size=(4, 4)),))
+    """,
 }
 """Programs that were wrong, or hung, as they were printed, simplified or not."""
 LARGE = "Program(grid=(3", "Program(grid=(2, 3"

@@ -26,7 +26,7 @@ from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved
 from .boundary import to_dtensor
 from .canonical import canonical
 from .module_kinds import describe_module
-from .surroundings import UNKNOWN, Surroundings, tokens_by_sizes
+from .surroundings import UNKNOWN, Surroundings, splits_features, tokens_by_sizes
 from .widths import Widths
 
 __all__ = ["Masks", "next_key"]
@@ -199,12 +199,12 @@ class Masks:
         return Shard(1) if split == {True} or (not split and self._given.split) else Replicate()
 
     def _of_features(self, x: Tensor) -> set[bool]:
-        """Whether ``tp_col`` splits the features of the styles' outputs that ``x`` is made of.
+        """Whether ``tp_col`` splits the features, or heads, of styles' outputs that made ``x``.
 
         One answer or both, or none if the graph shows no such output.
         """
         return {
-            normalize(layout, ndim)[1] == Shard(ndim - 1)
+            splits_features(normalize(layout, ndim)[1], ndim, x.ndim)
             for _, layout, ndim, axes, *_ in made_of(x)
             if layout is not None and axes == self.grid.axes
         }

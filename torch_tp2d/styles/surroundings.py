@@ -25,6 +25,7 @@ __all__ = [
     "Surroundings",
     "is_of_features",
     "layout_made_of",
+    "splits_features",
     "tokens_by_sizes",
     "width_of",
 ]
@@ -33,6 +34,18 @@ __all__ = [
 def is_of_features(placement: Placement) -> bool:
     """Whether a placement shards the hidden dim, as Shard(-1) or as Shard(2) of three dims."""
     return placement in (Shard(-1), Shard(2))
+
+
+def splits_features(placement: Placement, ndim: int, now: int) -> bool:
+    """Whether a placement shards features or heads of an output of ``ndim`` dims.
+
+    Args:
+        now: the dims of what was made of it. Of four, dim 1 may be the heads, as attention has
+            them; it is not the sequence, since no attention here is of a part of one.
+    """
+    if ndim == 4 and now == 4:
+        return isinstance(placement, Shard) and placement.dim > 0
+    return placement == Shard(ndim - 1) or (ndim == 4 and placement == Shard(2))
 
 
 @dataclass(frozen=True)
