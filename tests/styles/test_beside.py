@@ -123,11 +123,7 @@ def _mask_rank(rows: int, columns: int, constant: bool) -> dict[str, float]:
     mask = torch.ones(4, 5, dtype=torch.bool) if constant else _noise(4, 5, seed=3) > 0
     mine = spread(x, mesh, SAMPLES).to_local()
     row, _ = mesh.get_coordinate()
-    part = mask.tensor_split(rows)[row] if rows < 4 else mask.narrow(0, row, 1)
-    if rows == 3:
-        part = mask.chunk(3)[row] if row < len(mask.chunk(3)) else mask[:0]
-    if not len(mine):
-        return {}
+    part = mask.chunk(rows)[row]
     return _differences(
         Masked(), [x], [mine], rows, columns, mask=(mask, part), vector=(vector, vector)
     )
