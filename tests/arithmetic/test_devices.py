@@ -35,7 +35,7 @@ from torch_tp2d import (
 from torch_tp2d.mesh.extents import ask_sizes
 from torch_tp2d.mesh.grid import Grid
 
-QUICK = {"llama", "llama pipelined", "llama odd", "gpt2 odd", "bert", "swin", "whole streams"}
+QUICK = {"llama", "llama odd", "gpt2 odd", "bert", "whole streams"}
 
 
 def check(records: list[Record]) -> None:
@@ -51,6 +51,7 @@ def test_ready_plans(name: str, rows: int, columns: int) -> None:
     check([record(PLANS[name], rank, rows, columns) for rank in range(rows * columns)])
 
 
+@pytest.mark.deep
 def test_a_row_without_tokens() -> None:
     """A piece of nothing came from a column without tokens, and was asked for its one place.
 

@@ -322,6 +322,7 @@ def test_micro_batches_gather_weights_once() -> None:
     assert chosen["FSDP2 2", False, False].bytes < chosen["FSDP2 2", False, True].bytes
 
 
+@pytest.mark.deep
 def test_memory_rules_out_and_it_says_what_would_fit() -> None:
     sizes = {"batch": 16, "seq": 16, "plan": _plan, "device": LINKS_ALONE}
     free = suggest(_model(16), 2, **sizes)
@@ -465,6 +466,7 @@ def test_the_command_line() -> None:
         assert status == 2 and said in err and out == ""
 
 
+@pytest.mark.deep
 def test_a_config_of_transformers_is_a_model(tmp_path: Path) -> None:
     """A file not called ``config.json`` was refused: its folder was looked into for one."""
     transformers = pytest.importorskip("transformers")

@@ -20,7 +20,7 @@ from support.marks import deep
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [path for path in sorted(DOCS.glob("*.md")) if "```python" in path.read_text()]
-SLOW = {"choose-a-grid", "long-sequences"}
+SLOW = {"choose-a-grid", "hugging-face", "long-sequences"}
 
 TUTORIALS_MODEL = """
 import sys
@@ -127,6 +127,7 @@ def test_links_lead_somewhere() -> None:
             assert anchor in slugs, (page.name, target, anchor)
 
 
+@pytest.mark.deep
 def test_the_pages_build(tmp_path: Path) -> None:
     """Without a warning: each page in the table of contents, each docstring readable."""
     pytest.importorskip("sphinx")

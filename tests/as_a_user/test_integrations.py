@@ -448,7 +448,7 @@ def _lightning_refusals(folder: str) -> None:
         trainer.fit(_lit_transformer(), _data())
 
 
-@pytest.mark.parametrize("save_distributed", [True, deep(False)])
+@pytest.mark.parametrize("save_distributed", [deep(True), deep(False)])
 def test_lightning_trains_and_resumes_on_another_grid(
     tmp_path: Path, save_distributed: bool
 ) -> None:

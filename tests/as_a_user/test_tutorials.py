@@ -24,6 +24,7 @@ from plans import llama2_2d
 
 import torch_tp2d
 from support import models, world
+from support.marks import deep
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "tutorials"
@@ -307,7 +308,7 @@ def _train(rows: int, columns: int, kv_heads: int) -> float:
 
 
 class TestLlama2:
-    @pytest.mark.parametrize("rows,columns,kv_heads", [(2, 2, 2), (1, 4, 4), (4, 1, 1)])
+    @pytest.mark.parametrize("rows,columns,kv_heads", [(2, 2, 2), deep(1, 4, 4), deep(4, 1, 1)])
     def test_as_on_one_device(self, rows: int, columns: int, kv_heads: int) -> None:
         assert max(world.run(4, _train, rows, columns, kv_heads)) < TOLERANCE
 

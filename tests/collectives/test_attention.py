@@ -180,7 +180,7 @@ def _drops(rows: int, columns: int) -> list[float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 1), (2, 2), deep(4, 1)])
+@pytest.mark.parametrize("rows,columns", [deep(1, 1), (2, 2), deep(4, 1)])
 def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
     """The mask is that of one device, whoever computes which heads of which tokens."""
     for worst in world.run(rows * columns, _drops, rows, columns):
@@ -329,7 +329,7 @@ def _cross(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), deep(1, 4)])
 def test_attention_to_other_states(rows: int, columns: int) -> None:
     for worst in world.run(rows * columns, _cross, rows, columns):
         assert max(worst.values()) < TOLERANCE, worst

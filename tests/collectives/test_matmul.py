@@ -21,7 +21,7 @@ from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.ops.matmul import ALGORITHMS, Cut, LinearOp
 from torch_tp2d.runtime.deferred import Gathering
 
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), deep(1, 4), deep(4, 1), (2, 3), deep(2, 4), deep(3, 3)]
+GRIDS = [(1, 1), (1, 2), (2, 1), deep(2, 2), deep(1, 4), deep(4, 1), (2, 3), deep(2, 4), deep(3, 3)]
 TOLERANCE = 1e-12
 
 

@@ -72,7 +72,7 @@ def test_collectives(rows: int, columns: int) -> None:
     off_gloo(rows * columns, moves.move_gradients, rows, columns)
 
 
-@pytest.mark.parametrize("sizes", products.SIZES)
+@pytest.mark.parametrize("sizes", [products.SIZES[0], *map(deep, products.SIZES[1:])])
 def test_every_algorithm(sizes: tuple[int, int, int]) -> None:
     for worst in off_gloo(4, products.products, 2, 2, sizes):
         assert max(worst.values()) < TOLERANCE, worst
@@ -157,7 +157,7 @@ def test_weights_that_stay(rows: int, columns: int) -> None:
         assert max(worst.values()) < TOLERANCE, worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(3, 1)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(3, 1)])
 def test_losses(rows: int, columns: int) -> None:
     for found in off_gloo(rows * columns, losses.losses, rows, columns):
         bad = {case: pair for case, pair in found.items() if not losses.close(pair)}

@@ -163,7 +163,7 @@ def _leaves(mesh: Any, how: str) -> Any:
     [
         deep("exit", "on rank 1 of .*: SystemExit: 0"),
         deep("at once", "on rank 1 of .*: its process ended with 0 and without an answer"),
-        ("no pickle", "on rank 1 of .*: (AttributeError|PicklingError): .*lambda"),
+        deep("no pickle", "on rank 1 of .*: (AttributeError|PicklingError): .*lambda"),
     ],
 )
 def test_a_rank_that_does_not_answer(how: str, said: str) -> None:

@@ -316,6 +316,7 @@ def _as_transformers(rows: int, columns: int) -> None:
         assert relative(hidden, reference.base_model(ids).last_hidden_state) < TOLERANCE
 
 
+@pytest.mark.deep
 def test_what_a_user_of_transformers_sees() -> None:
     world.run(4, _as_transformers, 2, 2)
 
@@ -335,6 +336,7 @@ def _edited(rows: int, columns: int) -> list[Any]:
     return [("edited", {}, train_beside(reference, model, causal_lm_batch(*UNEVEN, VOCAB)))]
 
 
+@pytest.mark.deep
 def test_an_edited_plan() -> None:
     _check(world.run(4, _edited, 2, 2))
 

@@ -113,6 +113,7 @@ def test_masked_lm_on_more_grids(rows: int, columns: int, size: int, sequence: i
         assert max(worst) < TOLERANCE, worst
 
 
+@pytest.mark.deep
 def test_options() -> None:
     """Whole tokens along tp_col, and logits that are whole on every rank."""
     options = [{"sequence_parallel": False}, {"loss_parallel": False}]

@@ -96,6 +96,7 @@ def test_t5_on_more_grids(rows: int, columns: int, lengths: tuple[int, int, int]
         assert max(worst) < TOLERANCE, worst
 
 
+@pytest.mark.deep
 def test_gated_and_untied() -> None:
     for worst in world.run(4, _train, 2, 2, (3, 7, 5), BOTH[:1], GATED):
         assert max(worst) < TOLERANCE, worst
@@ -109,6 +110,7 @@ def test_options() -> None:
         assert max(worst) < TOLERANCE, worst
 
 
+@pytest.mark.deep
 def test_heads_that_do_not_divide() -> None:
     """Six heads on four columns leave the last without any.
 

@@ -152,7 +152,7 @@ def _differ(reference: EncoderDecoder, model: EncoderDecoder, lengths: list[int]
     return worst
 
 
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("local", [True, deep(False)])
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
 def test_lengths_that_differ(rows: int, columns: int, local: bool) -> None:
     """Keys and values of cross attention were held against the decoder's sizes."""
@@ -185,7 +185,7 @@ def _bare(
     return _differ(reference, model, lengths)
 
 
-@pytest.mark.parametrize("lengths", [[3, 7, 5], [3, 3, 2]])
+@pytest.mark.parametrize("lengths", [[3, 7, 5], deep([3, 3, 2])])
 @pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 1), deep(1, 4)])
 def test_an_encoder_that_ends_with_a_sum(rows: int, columns: int, lengths: list[int]) -> None:
     """A sum of the user's code was held against the tokens that were embedded last.

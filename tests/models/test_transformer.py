@@ -28,7 +28,7 @@ TOLERANCE = 1e-11
 GRIDS = [(1, 1), (2, 2), deep(1, 4), (4, 1), deep(2, 4), deep(3, 2)]
 
 
-@pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("sizes", [deep(EVEN), UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("rows,columns", GRIDS)
 def test_the_renamed_tutorial_plan(rows: int, columns: int, sizes: tuple[int, int, int]) -> None:
     """Loss, gradients, clip norm and parameters, and what share of the weights a rank holds.
@@ -42,8 +42,8 @@ def test_the_renamed_tutorial_plan(rows: int, columns: int, sizes: tuple[int, in
         assert share < 1.35
 
 
-@pytest.mark.parametrize("plan", ["plan_mixed", deep("plan_without_sequence_parallel")])
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), deep(1, 4)])
+@pytest.mark.parametrize("plan", ["plan_mixed", "plan_without_sequence_parallel"])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(4, 1), deep(1, 4)])
 def test_other_plans(plan: str, rows: int, columns: int) -> None:
     for sizes in (EVEN, UNEVEN):
         for difference, _ in world.run(

@@ -60,7 +60,7 @@ def test_every_grid_drops_what_one_device_drops(rows: int, columns: int) -> None
 
 
 @pytest.mark.parametrize(
-    "plan", [deep("plan_mixed"), "plan_dtensor", deep("plan_without_sequence_parallel")]
+    "plan", [deep("plan_mixed"), deep("plan_dtensor"), deep("plan_without_sequence_parallel")]
 )
 def test_in_other_plans(plan: str) -> None:
     assert max(world.run(4, _on_a_grid, plan, 2, 2)) < TOLERANCE

@@ -397,7 +397,7 @@ def _compiled(kinds: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("kinds", [("fullgraph", "broken"), deep(("checkpointed",))])
+@pytest.mark.parametrize("kinds", [deep(("fullgraph", "broken")), deep(("checkpointed",))])
 def test_compiled(kinds: tuple[str, ...]) -> None:
     """With fullgraph it raised; otherwise backward did, "guessed its metadata incorrectly".
 

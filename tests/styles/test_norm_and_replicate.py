@@ -16,6 +16,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import RMSNormPy
 
 import torch_tp2d
 from support import world
+from support.marks import deep
 from support.models import grid_mesh, noise
 from support.one_module import (
     DEEP,
@@ -196,7 +197,7 @@ def _replicated(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 3), (4, 1), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 3), (4, 1), (2, 3)])
 def test_replicate_equals_one_device(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _replicated, rows, columns))
 

@@ -404,7 +404,7 @@ def _columns_without_samples(rows: int, columns: int) -> dict[str, float]:
     return seen
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("rows,columns", [deep(1, 2), (2, 2)])
 def test_columns_without_samples(rows: int, columns: int) -> None:
     """A norm between styles whose rows are the grid's columns took what stands in for a sample.
 

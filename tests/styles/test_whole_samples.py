@@ -198,12 +198,12 @@ def _train(kind: str, rows: int, columns: int, batch: int, length: int) -> dict[
     return found
 
 
-@pytest.mark.parametrize("kind", ["mixers", "encoder", "encoder, norms first"])
+@pytest.mark.parametrize("kind", ["mixers", deep("encoder"), "encoder, norms first"])
 @pytest.mark.parametrize(
     ("grid", "size"),
     [
         ((2, 2), (4, 6)),
-        ((1, 2), (3, 5)),
+        deep((1, 2), (3, 5)),
         deep((2, 1), (3, 5)),
         deep((2, 2), (3, 5)),
         deep((2, 3), (3, 7)),

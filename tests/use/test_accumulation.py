@@ -234,6 +234,7 @@ def test_weights_move_once_for_four_micro_batches() -> None:
         assert plain - held == (4 * 2 - 2) * once, (plain, held, once)
 
 
+@pytest.mark.deep
 def test_weights_that_are_gathered_again_move_once_too() -> None:
     """Off gloo, where weights are gathered again for backward, every micro-batch gathered them.
 
@@ -322,6 +323,7 @@ def _asked_for() -> None:
         _compare(reference, model)
 
 
+@pytest.mark.deep
 def test_what_autograd_grad_is_asked_for_is_of_one_micro_batch() -> None:
     """It was None inside, and outside had the kept gradients of others; and it was kept, to be
     added to ``.grad``, though nobody had called backward."""

@@ -22,21 +22,33 @@ from support.models import grid_mesh, parallelize, plan_2d, plan_mixed, train_be
 
 TOLERANCE = 1e-11
 BACKEND = "aot_eager_decomp_partition"
+SIZES = (3, 13, 33), (4, 8, 8)
 
 
-def _compiled(backend: str, plan: dict[str, Any], sizes: tuple[int, int, int]) -> float:
+def _compiled(
+    backend: str,
+    plan: dict[str, Any],
+    sizes: tuple[int, int, int],
+    grid: tuple[int, int] = (2, 2),
+) -> float:
     size, sequence, vocab = sizes
     reference = transformer(vocab, n_layers=1)
     model = copy.deepcopy(reference)
-    parallelize(model, grid_mesh(2, 2), plan)
+    parallelize(model, grid_mesh(*grid), plan)
     for layer in model.layers:
         layer.compile(fullgraph=True, backend=backend)
     return train_beside(reference, model, vocab, size, sequence)
 
 
-@pytest.mark.parametrize("sizes", [(3, 13, 33), deep((4, 8, 8))])
-def test_a_block_is_one_graph(sizes: tuple[int, int, int]) -> None:
-    assert max(world.run(4, _compiled, BACKEND, plan_2d(), sizes)) < TOLERANCE
+@pytest.mark.parametrize(
+    "sizes,grid",
+    [((3, 13, 33), (2, 1)), deep((3, 13, 33), (1, 2)), *(deep(s, (2, 2)) for s in SIZES)],
+    ids=str,
+)
+def test_a_block_is_one_graph(sizes: tuple[int, int, int], grid: tuple[int, int]) -> None:
+    rows, columns = grid
+    ranks = rows * columns
+    assert max(world.run(ranks, _compiled, BACKEND, plan_2d(), sizes, grid)) < TOLERANCE
 
 
 @pytest.mark.deep

@@ -120,7 +120,7 @@ def _pipeline(shape: tuple[int, int, int], schedule: str) -> float:
     [
         ((2, 2, 1), "1f1b"),
         ((2, 1, 2), "gpipe"),
-        pytest.param((2, 2, 2), "1f1b", marks=pytest.mark.deep),
+        deep((2, 2, 2), "1f1b"),
     ],
 )
 def test_pipeline_stages_on_grids(shape: tuple[int, int, int], schedule: str) -> None:
@@ -254,7 +254,7 @@ def _adapters_on(rows: int, columns: int) -> list[dict[str, float]]:
     return [_adapters(tokens, rows, columns) for tokens in (True, False)]
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), pytest.param(1, 4, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), deep(1, 4)])
 def test_lora_by_peft(rows: int, columns: int) -> None:
     """A plan written for the model as it was, on the model with adapters."""
     pytest.importorskip("peft")

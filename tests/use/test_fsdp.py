@@ -153,7 +153,7 @@ def _adamw(kind: dict[str, bool]) -> float:
 
 
 @pytest.mark.parametrize(
-    "kind", [deep({"foreach": True}), {"fused": True}, deep({"foreach": False})], ids=str
+    "kind", [deep({"foreach": True}), deep({"fused": True}), deep({"foreach": False})], ids=str
 )
 def test_adamw(kind: dict[str, bool]) -> None:
     assert max(world.run(4, _adamw, kind)) < TOLERANCE

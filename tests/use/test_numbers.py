@@ -259,8 +259,9 @@ def _poisoned(value: float, rank: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    "value,rank", [(math.nan, 0), (math.inf, 3), deep(math.inf, 0), deep(math.nan, 3)]
+)
 def test_one_ranks_nan_is_everyones(value: float, rank: int) -> None:
     """In a gradient: the norm, ``error_if_nonfinite``, and the step that GradScaler leaves out."""
     assert world.run(4, _poisoned, value, rank) == [[str(value), 4.0, True, 4.0, True]] * 4

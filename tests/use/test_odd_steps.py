@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_tp2d
 from support import world
+from support.marks import deep
 from support.models import batch, grid_mesh, loss_of, noise, relative
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 from torch_tp2d.runtime.context import context_of
@@ -179,6 +180,7 @@ def _computed(mesh: Any) -> float:
     return worst
 
 
+@pytest.mark.deep
 def test_a_parametrized_weight_is_computed_once_in_a_forward() -> None:
     """From the second forward on every gradient was wrong with ``spectral_norm``, which iterates
     once each time that its weight is computed: a Linear read its weight two to four times."""
@@ -365,7 +367,7 @@ def _recomputed(mesh: Any) -> float:
     return worst
 
 
-@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("ranks", [deep(4), 2])
 def test_checkpointing_inside_a_prepared_module(ranks: int) -> None:
     """With ``regather_input=True`` a CheckpointError: the recomputation did not find what its
     first run had taken in place of the prepared input, and kept the whole of it, not a shard."""

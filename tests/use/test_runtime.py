@@ -449,6 +449,7 @@ def _micro_batches() -> float:
     return max(worst, _gradients_off(one, several))
 
 
+@pytest.mark.deep
 def test_recomputation_meets_the_sizes_of_its_own_batch() -> None:
     """It met those of the batch that came last: a ValueError, or a hang."""
     for worst in run(4, _micro_batches):

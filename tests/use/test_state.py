@@ -312,7 +312,7 @@ def _resumed(folder: Path) -> tuple[str, float]:
     return found.name, training.away_from(Training().steps(0, 1, 2, 3))
 
 
-@pytest.mark.parametrize("finishing", [False, True], ids=["writing", "finishing"])
+@pytest.mark.parametrize("finishing", [False, deep(True)], ids=["writing", "finishing"])
 def test_killed_while_saving(tmp_path: Path, finishing: bool) -> None:
     """The last whole checkpoint is found, and training goes on from it, on another grid.
 
