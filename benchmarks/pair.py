@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 FAKE = "fake"
@@ -85,9 +86,9 @@ def steps_of(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
             for layer in variant.model.layers:
                 layer.compile()
 
-    def step(variant: object) -> None:
-        variant.step(sizes.elements)  # type: ignore[attr-defined]
-        variant.model.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
+    def step(variant: Any) -> None:
+        variant.step(sizes.elements)
+        variant.model.zero_grad(set_to_none=True)
 
     return {variant.name: lambda variant=variant: step(variant) for variant in variants}
 

@@ -23,6 +23,7 @@ import gpu
 import hf_speed
 import hf_step
 import measure
+import pair
 import paper
 import plot
 import traffic
@@ -362,3 +363,11 @@ class TestOnGpus:
         report = json.loads(out.read_text())
         assert set(report["parity"]) == {"1x2", "2x1"}
         assert {"tp2d 1x2", "tp2d 2x1", "tp-sp", "fsdp-kept"} <= set(report["seconds"])
+
+
+def test_two_checkouts_take_turns() -> None:
+    """In every round each plan steps in both, in an order that is the same on every rank."""
+    rounds = list(pair.orders(["a", "b"], 5))
+    both = [("before", "a"), ("before", "b"), ("now", "a"), ("now", "b")]
+    assert all(sorted(one) == both for one in rounds)
+    assert rounds == list(pair.orders(["a", "b"], 5)) and len(set(map(tuple, rounds))) > 1
