@@ -21,9 +21,8 @@ import torch
 __all__ = ["eager_only", "in_graph"]
 
 
-def in_graph() -> bool:
-    """Whether the code that runs becomes a part of a graph."""
-    return torch.compiler.is_compiling()
+in_graph = torch.compiler.is_compiling
+"""Whether the code that runs becomes a part of a graph."""
 
 
 def eager_only(run: Callable[..., None]) -> Callable[..., None]:

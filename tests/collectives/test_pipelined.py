@@ -130,11 +130,28 @@ def test_the_order_of_events() -> None:
         )
 
 
+@pytest.mark.gloo
+def test_the_order_of_events_where_only_weights_move() -> None:
+    """Backward: both weights' sums leave as soon as they are multiplied (``xxRSSSxxRSSS``).
+
+    The second weight's was multiplied when all else had been waited for, as if a gradient of the
+    input were still to come beside which to do it: on rows alone only a Rowwise2D's sum overlapped
+    with anything.
+    """
+    for events in world.run(4, order_of_events, 4, 1):
+        assert events == (
+            "GGG...xGGG...x",
+            "xxRSSS....xxRSSS....",
+            "GGGGGG...x...x",
+            "xxRSSSxxRSSS........",
+        )
+
+
 def _order_of_a_norm() -> str:
     norm = parallelize_module(
         nn.Sequential(nn.LayerNorm(24)).double(), grid_mesh(2, 2), {"0": SequenceParallel()}
     )
-    events = Events(norm[0]._tp2d.grid.row.group)
+    events = Events(norm[0]._tp2d.grid.row)
     mine = tokens(2, 4, 24, torch.distributed.get_rank())
     # The first input from outside is compared over the rows.
     norm(mine)
@@ -155,7 +172,7 @@ def _order_of_inference() -> str:
         mesh,
         {"0": Colwise2D(input_layouts=Shard(1)), "2": Rowwise2D(output_layouts=Shard(1))},
     )
-    events = Events(several[0]._tp2d.grid.row.group)
+    events = Events(several[0]._tp2d.grid.row)
     with torch.no_grad(), events:
         for _ in range(2):
             events.seen = ""
@@ -208,7 +225,7 @@ def _order_of_two_layers() -> tuple[str, str]:
     mine = tokens(2, 4, 24, mesh.get_rank())
     forward, backward = "", ""
     for _ in range(2):
-        events = Events(several[1]._tp2d.grid.row.group)
+        events = Events(several[1]._tp2d.grid.row)
         with events:
             loss = several(mine * 1).square().sum()
         forward, events.seen = events.seen, ""

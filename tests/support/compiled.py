@@ -26,8 +26,8 @@ world.preload("torch._inductor.compile_fx")
 class Recorder:
     """A backend that notes what is in the graphs that Inductor would be given, a letter each."""
 
-    def __init__(self, row_group: str) -> None:
-        self.row_group = row_group
+    def __init__(self, row: comm.Axis) -> None:
+        self.row = row
         self.graphs: list[Any] = []
 
     def __call__(self, graph: GraphModule, inputs: list[Tensor]) -> Any:
@@ -39,7 +39,7 @@ class Recorder:
         )(graph, inputs)
 
     def record(self, graph: GraphModule, inputs: Any) -> Any:
-        letters = [letter(node.target, node.args, self.row_group) for node in graph.graph.nodes]
+        letters = [letter(node.target, node.args, self.row) for node in graph.graph.nodes]
         self.graphs.append("".join(letters))
         return make_boxed_func(graph.forward)
 
@@ -63,7 +63,7 @@ def recorded(
     piece: int,
     touches: bool = False,
     backend: str | None = None,
-    recorder_of: Callable[[str], Recorder] = Recorder,
+    recorder_of: Callable[[comm.Axis], Recorder] = Recorder,
     biases: bool = True,
     **options: Any,
 ) -> tuple[float, list[Any]]:
@@ -80,7 +80,7 @@ def recorded(
     several = parallelize_module(
         copy.deepcopy(one), mesh, {"embedding": embedding, **plan(**options)}
     )
-    recorder = recorder_of(several.block.w1._tp2d.grid.row.group)
+    recorder = recorder_of(several.block.w1._tp2d.grid.row)
     several.block.compile(fullgraph=True, backend=backend or recorder)
     ids = torch.randint(0, 11, (batch, sequence))
     wanted, y = one(ids), several(ids)

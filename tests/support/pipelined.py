@@ -167,29 +167,30 @@ LETTERS = {
 """Transfers started (gather, send to each other, reduce), awaited, products, and norms."""
 
 
-def letter(func: Any, args: Any, row_group: str) -> str:
+def letter(func: Any, args: Any, row: comm.Axis) -> str:
     """An operation's letter, a capital if it is a transfer along tp_row."""
     known = LETTERS.get(getattr(func, "_opname", ""), "")
-    return known.upper() if args and args[-1] == row_group else known
+    along_row = args and args[-1] in (row.group, row.asking.group)
+    return known.upper() if along_row else known
 
 
 class Events(TorchDispatchMode):
     """What a rank does, one letter each."""
 
-    def __init__(self, row_group: str) -> None:
+    def __init__(self, row: comm.Axis) -> None:
         super().__init__()
-        self.row_group = row_group
+        self.row = row
         self.seen = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.seen += letter(func, args, self.row_group)
+        self.seen += letter(func, args, self.row)
         return func(*args, **(kwargs or {}))
 
 
-def order_of_events(**options: Any) -> tuple[str, str, str, str]:
-    mesh = grid_mesh(2, 2)
+def order_of_events(rows: int = 2, columns: int = 2, **options: Any) -> tuple[str, ...]:
+    mesh = grid_mesh(rows, columns)
     comm.axis.PIECE_BYTES = 4 * 8 * 24  # a gather of the input in two rounds
     torch.manual_seed(0)
     several = parallelize_module(
@@ -203,7 +204,7 @@ def order_of_events(**options: Any) -> tuple[str, str, str, str]:
     mine = tokens(2, 4, 24).requires_grad_()
     seen = []
     for _ in range(2):
-        forward, backward = (Events(several[0]._tp2d.grid.row.group) for _ in range(2))
+        forward, backward = (Events(several[0]._tp2d.grid.row) for _ in range(2))
         with forward:
             loss = several(mine * 1).square().sum()
         with backward:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -58,6 +58,8 @@ class Link:
     """What is known of how the ranks of a process group send to one another."""
 
     fast: bool = False
+    asking: str = ""
+    """The name of the group on which the ranks ask one another; "" before the first question."""
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
@@ -114,6 +116,21 @@ class Axis:
     def process_group(self) -> dist.ProcessGroup:
         """The process group whose name ``group`` is."""
         return resolve_process_group(self.group)
+
+    @property
+    def asking(self) -> Axis:
+        """The same ranks, on a group for what they wait for at once, such as each other's sizes.
+
+        On a group with one worker it would wait for all the weights that are gathered ahead.
+        Collective when it is first asked for.
+        """
+        backend = self.transport.own_groups
+        if backend is None:
+            return self
+        if not self.link.asking:
+            ranks = dist.get_process_group_ranks(self.process_group)
+            self.link.asking = own_group(ranks, "cpu", backend, "asking").group_name
+        return replace(self, group=self.link.asking)
 
     def split(self, extent: int) -> tuple[int, ...]:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""

@@ -118,11 +118,13 @@ def gathering_facts(facts: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
     return gathered
 
 
-_Made = dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup]
+_Made = dict[tuple[str | None, tuple[int, ...], str], dist.ProcessGroup]
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
 
 
-def own_group(ranks: Sequence[int], device: str, backend: str | None) -> dist.ProcessGroup:
+def own_group(
+    ranks: Sequence[int], device: str, backend: str | None, purpose: str = ""
+) -> dist.ProcessGroup:
     """A group of our own of these ranks, made when all of them together first ask for it.
 
     It is kept as long as the world group, rather than as long as a mesh: ranks collect garbage at
@@ -131,11 +133,12 @@ def own_group(ranks: Sequence[int], device: str, backend: str | None) -> dist.Pr
     Args:
         device: the type of the device that holds the tensors to be sent.
         backend: the group's; None is that of the process.
+        purpose: the same ranks have a group for each.
     """
     world = dist.group.WORLD
     assert world is not None
     made = _groups.setdefault(world, {})
-    key = backend, tuple(ranks)
+    key = backend, tuple(ranks), purpose
     if key not in made:
         timeout = timeout_of(world, torch.device(device))
         # If the world is bound to a device, torch splits its communicator and waits for all of its

@@ -27,7 +27,7 @@ def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
         A pending tensor with the size on each rank of the axis.
     """
     mine = torch.full((1,), size, device=device)
-    asked = all_gather(mine, 0, (1,) * axis.size, axis)
+    asked = all_gather(mine, 0, (1,) * axis.size, axis.asking)
     if active_fake_mode() is None:
         return asked
     asked.wait()

@@ -142,7 +142,9 @@ def normalize(layout: Layout, ndim: int) -> Layout:
     Raises:
         ValueError: if a shard dim does not exist.
     """
-    return _from_front(layout[0], ndim, layout), _from_front(layout[1], ndim, layout)
+    row, col = layout
+    first, second = _from_front(row, ndim, layout), _from_front(col, ndim, layout)
+    return layout if first is row and second is col else (first, second)
 
 
 def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:

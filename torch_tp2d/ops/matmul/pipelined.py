@@ -171,6 +171,8 @@ def backward(
         b = moving.wait()
         dx = Products(((grad, b),)) if state.arriving else grad @ b.t()
     if not isinstance(dx, Products):
-        # Next comes the backward of user code, such as attention, which transfers nothing.
+        # Next comes the backward of user code, such as attention, which transfers nothing, and
+        # beside which the sums are sent.
+        running.compute_reductions()
         running.start_reductions()
     return dx, dw, db
