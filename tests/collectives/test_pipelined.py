@@ -132,18 +132,18 @@ def test_the_order_of_events() -> None:
 
 @pytest.mark.gloo
 def test_the_order_of_events_where_only_weights_move() -> None:
-    """Backward: both weights' sums leave as soon as they are multiplied (``xxRSSSxxRSSS``).
+    """Backward: both weights' sums leave before their inputs' gradients (``xRSSSx``).
 
-    The second weight's was multiplied when all else had been waited for, as if a gradient of the
-    input were still to come beside which to do it: on rows alone only a Rowwise2D's sum overlapped
-    with anything.
+    A Colwise2D's was multiplied when all else had been waited for, as if a gradient of the input
+    were still to come beside which to do it: on rows alone only a Rowwise2D's sum overlapped with
+    anything.
     """
     for events in world.run(4, order_of_events, 4, 1):
         assert events == (
             "GGG...xGGG...x",
-            "xxRSSS....xxRSSS....",
+            "xRSSSx....xRSSSx....",
             "GGGGGG...x...x",
-            "xxRSSSxxRSSS........",
+            "xRSSSxxRSSSx........",
         )
 
 

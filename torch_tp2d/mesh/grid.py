@@ -263,9 +263,11 @@ class Grid:
         None also if no token sizes are under way: a stand-in that comes back from the user's code,
         in a tensor of unknown origin, could not be told from real tokens then.
         """
+        if sizes is None or self.context.tokens is None:
+            return None
         row, col = normalize(layout, ndim)
         placement = row if axis is self.row else col
-        if sizes is None or self.context.tokens is None or not isinstance(placement, Shard):
+        if not isinstance(placement, Shard):
             return None
         if placement.dim >= len(sizes) or (row == col and axis is self.col):
             return None

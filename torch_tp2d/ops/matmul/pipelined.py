@@ -136,7 +136,9 @@ def backward(
     arriving = None if shards is None else Transfer(grad, *shards)
     if regather is not None:
         regather.start_those_before(running)
-    if needs.x and not op.gathers_input:
+    # Without columns only sums of weights travel, so each leaves before anything else is computed.
+    alone = op.cut.col.size == 1
+    if needs.x and not op.gathers_input and not alone:
         # Each arriving piece of the gradient is an operand of both products.
         dx, partial = ab_arriving(arriving or grad, moving.wait(), also=x if needs.weight else None)
     if arriving is not None:
@@ -167,12 +169,16 @@ def backward(
                 return op.weight_grad(weights.value(), grad.dtype)
 
             dw = LazyResult(state.weight_shape, grad, summed)
-    if needs.x and op.gathers_input:
-        b = moving.wait()
-        dx = Products(((grad, b),)) if state.arriving else grad @ b.t()
-    if not isinstance(dx, Products):
-        # Next comes the backward of user code, such as attention, which transfers nothing, and
-        # beside which the sums are sent.
+    if alone:
         running.compute_reductions()
+        running.start_reductions()
+    if needs.x and dx is None:
+        b = moving.wait()
+        if state.arriving:
+            dx = Products(((grad, b),))
+        else:
+            dx = grad @ (b.t() if op.gathers_input else b)
+    if not isinstance(dx, Products):
+        # Next comes the backward of user code, such as attention, which transfers nothing.
         running.start_reductions()
     return dx, dw, db
