@@ -81,7 +81,18 @@ def test_a_product_reads_while_it_multiplies_and_sockets_take_the_processor() ->
     slow = Machine(flops=1.0, memory_rate=1.0, link=1.0, host_rate=0.5)
     assert _seconds([Compute(3, 2), Compute(2, 3)], slow) == 3 + 3
     # Two bytes take four seconds of the processor, and have come by then.
-    assert _seconds([Start("row", "all_reduce", 2), Compute(3, 0), Wait(0)], slow) == 4 + 3
+    travels, works = Start("row", "all_reduce", 2), Compute(3, 0)
+    assert _seconds([travels, works, Wait(0)], slow) == 4 + 3
+    # A rank that waits has the processor free for it, until there is work again.
+    assert _seconds([travels, Wait(0), works], slow) == 2 + (4 - 2) + 3
+
+
+def test_ranks_wake_up_once_for_what_is_queued_on_gloo() -> None:
+    travels = Start("row", "all_reduce", 2)
+    events = [travels, travels, Wait(0), Wait(1)]
+    machine = Machine(flops=1.0, memory_rate=1e30, link=1.0, latency=0.5)
+    assert _seconds(events, machine) == 2 * 2.5
+    assert _seconds(events, replace(machine, transport="gloo")) == 2.5 + 2
 
 
 def test_a_question_about_a_device_is_no_work() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ LINK_REACHED = 0.8
 PROBE_SIDE = 768
 PROBE_BYTES = 32 * 2**20
 CALLS = 1000
+PROBE_SECONDS = 0.3
 GLOO_SUPPOSED = "gloo", 0.3e-3, math.inf
 """Transport, latency and host rate if there are no ranks to measure them on."""
 
@@ -228,8 +229,8 @@ def machine_of(
 def calibrate(link: float | None = None) -> Machine:
     """Measure this machine: products, memory and, if there is a process group, the link.
 
-    All ranks of the group have to call it together. It takes half a second and returns the rates of
-    the slowest rank on all of them.
+    All ranks of the group have to call it together, since they may share processors. It takes about
+    two seconds and returns the ranks' mean rates on all of them.
 
     Args:
         link: the link's rate in bytes per second, instead of measuring it.
@@ -258,18 +259,23 @@ def calibrate(link: float | None = None) -> Machine:
         matrix = torch.rand(side, side, device=device, dtype=dtype)
         block = torch.zeros(PROBE_BYTES // 4, device=device)
         small = torch.zeros(8, device=device)
-        taken = [
-            _seconds(lambda: matrix @ matrix, device),
-            _seconds(lambda: block + 1, device),
-            _seconds(lambda: [small + 1 for _ in range(CALLS)], device) / CALLS,
-        ]
-        own = time.process_time()
-        shared = _seconds(lambda: matrix @ matrix, device, count=1) / (time.process_time() - own)
-    if mesh is not None:
-        # Every rank needs the same machine, so that all choose the same plan.
-        slowest = torch.tensor([*taken, shared], dtype=torch.float64, device=device)
-        *taken, shared = all_reduce(slowest, Axis.of(mesh, 0), "max").wait().tolist()
-    product, copy, call = taken
+
+        def mean(values: Sequence[float]) -> list[float]:
+            if mesh is None:
+                return list(values)
+            # The same on every rank, so that all choose the same plan.
+            own = torch.tensor(values, dtype=torch.float64, device=device) / mesh.size()
+            return all_reduce(own, Axis.of(mesh, 0)).wait().tolist()
+
+        taken = []
+        for run in (
+            lambda: matrix @ matrix,
+            lambda: block + 1,
+            lambda: [small + 1 for _ in range(CALLS)],
+        ):
+            mean([0.0])  # All ranks begin together.
+            taken.append(_seconds(run, device))
+        product, copy, call, shared = mean([each.wall for each in taken] + [taken[0].shared])
     transport, latency, host_rate = ("nccl", 15e-6, math.inf) if on_gpu else GLOO_SUPPOSED
     if link is None:
         assert mesh is not None
@@ -282,20 +288,35 @@ def calibrate(link: float | None = None) -> Machine:
         flops=2 * side**3 / product,
         memory_rate=2 * PROBE_BYTES / copy,
         link=link,
-        op_seconds=call,
+        op_seconds=call / CALLS,
         latency=latency,
         host_rate=host_rate,
         transport=transport,
     )
 
 
-def _seconds(run: Callable[[], object], device: torch.device, count: int = 4) -> float:
-    """The seconds of the fastest run, without the first one unless it is the only one."""
-    taken = []
-    for _ in range(count):
-        start = time.perf_counter()
+class _Taken(NamedTuple):
+    """What a run takes on average."""
+
+    wall: float
+    processor: float
+
+    @property
+    def shared(self) -> float:
+        """How many processes share a processor with this one."""
+        return self.wall / self.processor
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> _Taken:
+    """The seconds of a run, the mean over :data:`PROBE_SECONDS`, after one that is not counted.
+
+    Long enough for ranks that share processors to get equal parts of them.
+    """
+    run()
+    count, began, own = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < PROBE_SECONDS:
         run()
+        count += 1
         if device.type == "cuda":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:] or taken)
+    return _Taken((time.perf_counter() - began) / count, (time.process_time() - own) / count)

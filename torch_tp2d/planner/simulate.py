@@ -67,6 +67,8 @@ def simulate(
     for name, size in reversed(list(mesh.items())):
         reach[name] = ranks = ranks * size
     now = compute = transfers = 0.0
+    # Processor time that receiving still takes: beside work it delays that, while waiting nothing.
+    receiving = 0.0
     free: dict[str, float] = defaultdict(float)
     ends: dict[int, float] = {}
     asked = 0.0
@@ -75,26 +77,33 @@ def simulate(
         if isinstance(event, Compute):
             # Reading and writing overlap with multiplying, so the slower of the two counts.
             work = max(event.flops / machine.flops, event.touched / machine.memory_rate)
-            work += event.ops * machine.op_seconds
+            work += event.ops * machine.op_seconds + receiving
+            receiving = 0.0
             now += work
             compute += work
         elif isinstance(event, Wait):
-            now = max(now, ends.get(event.start, now))
+            now, receiving = _until(ends.get(event.start, now), now, receiving)
         else:
             link, rate = machine.rate(reach.get(event.axis, 1 << 62))
             twice = on_gloo and (stock or event.of_fsdp) and event.op.startswith("reduce_scatter")
             moved = event.bytes * (1 + twice)
             taken = machine.latency + moved / rate
-            now += moved / machine.host_rate
-            compute += moved / machine.host_rate
+            # On gloo it is the time that idle threads take to wake up, on every rank.
+            hidden = min(machine.latency, max(0.0, free[link] - now)) if on_gloo else 0.0
+            receiving += moved / machine.host_rate
             gathers = event.of_fsdp and event.op == "allgather_base"
             # On NCCL, FSDP2 begins to gather a unit when it asks for the unit before.
             began = asked if gathers and not on_gloo else now
-            end = max(began, free[link]) + taken
+            end = max(began, free[link]) + taken - hidden
             free[link] = ends[number] = end
             transfers += taken
             if gathers:
                 asked = now
             if event.of_fsdp and (gathers or on_gloo):
-                now = max(now, end)
+                now, receiving = _until(end, now, receiving)
     return Timing(max([now, *free.values()]), compute, transfers)
+
+
+def _until(end: float, now: float, receiving: float) -> tuple[float, float]:
+    """The time after waiting for ``end``, and the processor time of ``receiving`` then left."""
+    return max(now, end), max(0.0, receiving - max(0.0, end - now))
