@@ -1,12 +1,19 @@
-"""Cases that only ``pytest --deep`` runs."""
+"""Marks of cases: that only ``pytest --deep`` runs, and that older releases of torch cannot pass."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 
 def deep(*values: Any) -> Any:
     """A case of ``pytest.mark.parametrize`` that is slow and thorough."""
     return pytest.param(*values, marks=pytest.mark.deep)
+
+
+def from_torch(release: str, why: str) -> pytest.MarkDecorator:
+    """Skip with torch before a release, for what torch itself mended there."""
+    before = torch.torch_version.TorchVersion(torch.__version__) < release
+    return pytest.mark.skipif(before, reason=f"torch before {release}: {why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ class Grid:
             raise ValueError(
                 f'axes is "{TP_COL}", "{TP_ROW}" or ("{TP_ROW}", "{TP_COL}"), not {axes!r}'
             )
+
+        # Made here, as Dynamo of torch 2.12 makes no copy of an axis.
+        self.fused_col = replace(self.col, fuses=True)
 
     def __deepcopy__(self, memo: Any) -> Grid:
         return self

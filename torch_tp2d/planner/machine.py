@@ -33,7 +33,8 @@ REACHED = 0.5
 LINK_REACHED = 0.8
 """The fraction of a link's nominal rate that collectives reach, roughly."""
 PROBE_SIDE = 768
-PROBE_BYTES = 32 * 2**20
+BLOCKS, BLOCK_BYTES = 16, 4 * 2**20
+"""Too many to be cached, and each small enough for its memory to be used again."""
 CALLS = 1000
 PROBE_SECONDS = 0.3
 GLOO_SUPPOSED = "gloo", 0.3e-3, math.inf
@@ -257,8 +258,13 @@ def calibrate(link: float | None = None) -> Machine:
         dtype = torch.bfloat16 if on_gpu else torch.float32
         side = PROBE_SIDE * (8 if on_gpu else 1)
         matrix = torch.rand(side, side, device=device, dtype=dtype)
-        block = torch.zeros(PROBE_BYTES // 4, device=device)
+        blocks = [torch.zeros(BLOCK_BYTES // 4, device=device) for _ in range(BLOCKS)]
+        copies = blocks.copy()
         small = torch.zeros(8, device=device)
+
+        def copy_all() -> None:
+            for at, block in enumerate(blocks):
+                copies[at] = block + 1
 
         def mean(values: Sequence[float]) -> list[float]:
             if mesh is None:
@@ -270,7 +276,7 @@ def calibrate(link: float | None = None) -> Machine:
         taken = []
         for run in (
             lambda: matrix @ matrix,
-            lambda: block + 1,
+            copy_all,
             lambda: [small + 1 for _ in range(CALLS)],
         ):
             mean([0.0])  # All ranks begin together.
@@ -286,7 +292,7 @@ def calibrate(link: float | None = None) -> Machine:
             host_rate = host_rate_of(axis) / shared
     return Machine(
         flops=2 * side**3 / product,
-        memory_rate=2 * PROBE_BYTES / copy,
+        memory_rate=2 * BLOCKS * BLOCK_BYTES / copy,
         link=link,
         op_seconds=call / CALLS,
         latency=latency,

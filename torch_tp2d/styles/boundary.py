@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -197,7 +197,7 @@ def _shards(
     extent = grid.extent(x, col.dim, layout, features) if shape is None else shape[col.dim]
     if isinstance(row, Shard) and row.dim == col.dim:
         extent = grid.row.split(extent)[grid.row.index]
-    return Shards(col.dim, grid.col.split(extent), replace(grid.col, fuses=fuses))
+    return Shards(col.dim, grid.col.split(extent), grid.fused_col if fuses else grid.col)
 
 
 def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> None:
