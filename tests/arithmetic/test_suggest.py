@@ -87,6 +87,15 @@ def test_a_product_reads_while_it_multiplies_and_sockets_take_the_processor() ->
     assert _seconds([travels, Wait(0), works], slow) == 2 + (4 - 2) + 3
 
 
+def test_links_are_slower_beside_work_where_ranks_share_processors() -> None:
+    machine = Machine(flops=1.0, memory_rate=1e30, link=1.0, beside_work=0.5)
+    short, long = (Start("row", "all_reduce", size) for size in (1, 4))
+    assert _seconds([long, Compute(4, 0), Wait(0)], machine) == 4 + 2
+    # The first ends during the work, after two seconds, and the second goes on.
+    assert _seconds([short, long, Compute(4, 0), Wait(0), Wait(1)], machine) == 4 + 3
+    assert _seconds([long, Wait(0), Compute(4, 0)], machine) == 4 + 4
+
+
 def test_ranks_wake_up_once_for_what_is_queued_on_gloo() -> None:
     travels = Start("row", "all_reduce", 2)
     events = [travels, travels, Wait(0), Wait(1)]

@@ -1,4 +1,4 @@
-"""Marks of cases: that only ``pytest --deep`` runs, and that older releases of torch cannot pass."""
+"""Marks of cases: those that only ``pytest --deep`` runs, and what older torch cannot pass."""
 
 from __future__ import annotations
 

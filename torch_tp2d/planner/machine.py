@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..comm import GLOO, NCCL, Axis, all_reduce
+from ..comm import GLOO, NCCL, Axis, all_gather, all_reduce
 from .rates import Rates, host_rate_of, latency_of, link_rate
 
 __all__ = [
@@ -37,6 +38,8 @@ BLOCKS, BLOCK_BYTES = 16, 4 * 2**20
 """Too many to be cached, and each small enough for its memory to be used again."""
 CALLS = 1000
 PROBE_SECONDS = 0.3
+GATHERED_BYTES = 512 * 1024
+LEAST_BESIDE_WORK = 0.1
 GLOO_SUPPOSED = "gloo", 0.3e-3, math.inf
 """Transport, latency and host rate if there are no ranks to measure them on."""
 
@@ -86,6 +89,8 @@ class Machine:
         latency: seconds that a transfer takes beside sending its bytes.
         host_rate: bytes received per second of the time that receiving takes from the processor
             that computes, as gloo's sockets do.
+        beside_work: the fraction of its rates that a link reaches while ranks compute: less than 1
+            where more ranks than processors send and compute at once.
         near: bytes received per second from ranks of the same node; needed if these are several.
         per_node: ranks of a node; 1 if the link between any two ranks is the same.
         transport: ``"nccl"`` or ``"gloo"``.
@@ -100,6 +105,7 @@ class Machine:
     op_seconds: float = 0.0
     latency: float = 0.0
     host_rate: float = math.inf
+    beside_work: float = 1.0
     near: float = math.inf
     per_node: int = 1
     transport: str = "nccl"
@@ -283,6 +289,7 @@ def calibrate(link: float | None = None) -> Machine:
             taken.append(_seconds(run, device))
         product, copy, call, shared = mean([each.wall for each in taken] + [taken[0].shared])
     transport, latency, host_rate = ("nccl", 15e-6, math.inf) if on_gpu else GLOO_SUPPOSED
+    beside_work = 1.0
     if link is None:
         assert mesh is not None
         axis = Axis.of(mesh, 0)
@@ -290,6 +297,7 @@ def calibrate(link: float | None = None) -> Machine:
         latency = latency_of(axis, device)
         if not on_gpu:
             host_rate = host_rate_of(axis) / shared
+            (beside_work,) = mean([_beside_work(axis, link, matrix)])
     return Machine(
         flops=2 * side**3 / product,
         memory_rate=2 * BLOCKS * BLOCK_BYTES / copy,
@@ -297,6 +305,7 @@ def calibrate(link: float | None = None) -> Machine:
         op_seconds=call / CALLS,
         latency=latency,
         host_rate=host_rate,
+        beside_work=beside_work,
         transport=transport,
     )
 
@@ -326,3 +335,20 @@ def _seconds(run: Callable[[], object], device: torch.device) -> _Taken:
         if device.type == "cuda":
             torch.cuda.synchronize()
     return _Taken((time.perf_counter() - began) / count, (time.process_time() - own) / count)
+
+
+def _beside_work(axis: Axis, link: float, matrix: Tensor) -> float:
+    """The fraction of a link's rate that gathers reach while this rank computes."""
+    mine = torch.zeros(GATHERED_BYTES, dtype=torch.uint8)
+    alone = (axis.size - 1) * GATHERED_BYTES / link
+    count = math.ceil(PROBE_SECONDS / alone)
+    began = time.perf_counter()
+    moving = [all_gather(mine, 0, (len(mine),) * axis.size, axis) for _ in range(count)]
+    while time.perf_counter() - began < count * alone:
+        matrix @ matrix
+    idle = time.perf_counter()
+    for each in moving:
+        each.wait()
+    # What is left by then is sent at the full rate.
+    left = time.perf_counter() - idle
+    return min(1.0, max(LEAST_BESIDE_WORK, 1 - left / (idle - began)))

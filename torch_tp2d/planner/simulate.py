@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .machine import Machine
 from .trace import Compute, Event, Wait
@@ -79,6 +80,8 @@ def simulate(
             work = max(event.flops / machine.flops, event.touched / machine.memory_rate)
             work += event.ops * machine.op_seconds + receiving
             receiving = 0.0
+            for known in (free, ends):
+                _delay(known, now, work, machine.beside_work)
             now += work
             compute += work
         elif isinstance(event, Wait):
@@ -107,3 +110,12 @@ def simulate(
 def _until(end: float, now: float, receiving: float) -> tuple[float, float]:
     """The time after waiting for ``end``, and the processor time of ``receiving`` then left."""
     return max(now, end), max(0.0, receiving - max(0.0, end - now))
+
+
+def _delay(ends: dict[Any, float], now: float, work: float, rate: float) -> None:
+    """Delay the ends of transfers that go on at a fraction of their rate during work."""
+    if rate == 1.0:
+        return
+    for each, end in ends.items():
+        if end > now:
+            ends[each] = min(now + (end - now) / rate, end + work * (1 - rate))
