@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -151,6 +152,24 @@ def test_a_question_does_not_wait_for_what_is_gathered() -> None:
     A third of the forward of a model without an embedding on 4 x 1, at 200 Mbit/s.
     """
     assert world.run(2, _asked_beside_a_gather) == [[5, 6]] * 2
+
+
+def _groups_after_a_question() -> int:
+    """One stage of two asks for sizes; then all ranks make the groups of another mesh."""
+    names = ("stage", "tp_row", "tp_col")
+    stages = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+    col = Grid(stages["tp_row", "tp_col"]).col
+    if dist.get_rank() < 2:
+        ask_sizes(3, col, torch.device("cpu")).wait()
+    return Grid(grid_mesh(2, 2)).row.size
+
+
+def test_ranks_that_asked_and_ranks_that_did_not_make_groups_together() -> None:
+    """torch names a group by how many the process has, and one was made for the first question.
+
+    The others waited for a group of another name until the timeout.
+    """
+    assert world.run(4, _groups_after_a_question, fresh=True) == [2] * 4
 
 
 def test_the_interface_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

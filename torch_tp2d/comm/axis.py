@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch_compat import resolve_process_group
 from .._tracing import in_graph
 from ..mesh.layouts import nested_chunk_sizes
-from .groups import own_group
+from .groups import ASKING, own_group
 from .transport import NCCL, Transport, transport_of
 
 __all__ = [
@@ -58,8 +58,6 @@ class Link:
     """What is known of how the ranks of a process group send to one another."""
 
     fast: bool = False
-    asking: str = ""
-    """The name of the group on which the ranks ask one another; "" before the first question."""
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
@@ -96,6 +94,7 @@ class Axis:
     transport: Transport = NCCL
     link: Link = field(default_factory=Link, repr=False)
     fuses: bool = False
+    asking_group: str = ""
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,12 +104,16 @@ class Axis:
     def of(cls, mesh: DeviceMesh, dim: int) -> Axis:
         """The axis of a mesh dim. Collective: all ranks of the mesh call it together."""
         group, transport = mesh.get_group(dim), transport_of(mesh)
+        asking = ""
         if transport.own_groups is not None and group.size() > 1:
-            ranks = dist.get_process_group_ranks(group)
-            group = own_group(ranks, mesh.device_type, transport.own_groups)
+            ranks, backend = dist.get_process_group_ranks(group), transport.own_groups
+            group = own_group(ranks, mesh.device_type, backend)
+            asking = own_group(ranks, mesh.device_type, backend, ASKING).group_name
         name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"dim{dim}"
         index, link = mesh.get_local_rank(dim), link_of(group)
-        return cls(name, (group.size(),), index, group.group_name, transport, link)
+        return cls(
+            name, (group.size(),), index, group.group_name, transport, link, asking_group=asking
+        )
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -121,16 +124,9 @@ class Axis:
     def asking(self) -> Axis:
         """The same ranks, on a group for what they wait for at once, such as each other's sizes.
 
-        On a group with one worker it would wait for all the weights that are gathered ahead.
-        Collective when it is first asked for.
+        On gloo, where a group has one worker, that would wait for the weights gathered ahead.
         """
-        backend = self.transport.own_groups
-        if backend is None:
-            return self
-        if not self.link.asking:
-            ranks = dist.get_process_group_ranks(self.process_group)
-            self.link.asking = own_group(ranks, "cpu", backend, "asking").group_name
-        return replace(self, group=self.link.asking)
+        return replace(self, group=self.asking_group) if self.asking_group else self
 
     def split(self, extent: int) -> tuple[int, ...]:
         """Extents of the shards of a dim of ``extent`` elements, one for each rank."""

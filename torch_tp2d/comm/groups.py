@@ -40,6 +40,7 @@ from .._torch_compat import (
 from .._tracing import in_graph
 
 __all__ = [
+    "ASKING",
     "BACKEND",
     "gather_facts",
     "gathering_facts",
@@ -50,6 +51,12 @@ __all__ = [
 
 BACKEND = "gloo_in_order"
 """gloo with one worker thread for each group, as a backend of torch.distributed."""
+ASKING = "asking"
+"""The purpose of the second group of an axis, which large transfers do not queue on.
+
+It is made with the first, whether it is needed or not: torch names a group by how many the process
+has, so ranks that had made different numbers of them could make no other one together.
+"""
 
 
 def _devices() -> list[Any]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import disable_current_modes
 from ..comm import Axis, link_of, transport_of
-from ..comm.groups import own_group
+from ..comm.groups import ASKING, own_group
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh
 
 __all__ = ["Axes", "check_mesh", "flat_axis", "names_of", "on_mesh", "part_of"]
@@ -76,6 +76,9 @@ def flat_axis(mesh: DeviceMesh) -> Axis:
         )
     transport = transport_of(mesh)
     group = own_group(ranks, mesh.device_type, transport.own_groups)
+    asking = ""
+    if transport.own_groups is not None:
+        asking = own_group(ranks, mesh.device_type, transport.own_groups, ASKING).group_name
     return Axis(
         name=f"{TP_ROW}_{TP_COL}",
         parts=tuple(mesh.shape),
@@ -83,6 +86,7 @@ def flat_axis(mesh: DeviceMesh) -> Axis:
         group=group.group_name,
         transport=transport,
         link=link_of(group),
+        asking_group=asking,
     )
 
 
