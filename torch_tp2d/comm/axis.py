@@ -84,7 +84,8 @@ class Axis:
 
     ``parts`` is ``(size,)``, or the sizes of the mesh axes that were flattened into this one.
     ``fuses`` says whether a gather or a sum along it beside a product is done by one operator
-    together with the product (:mod:`torch_tp2d.ops.matmul.fused`).
+    together with the product (:mod:`torch_tp2d.ops.matmul.fused`). ``asking_group`` is the group of
+    :attr:`asking`; "" if that is the axis' own.
     """
 
     name: str
