@@ -38,7 +38,8 @@ BLOCKS, BLOCK_BYTES = 16, 4 * 2**20
 """Too many to be cached, and each small enough for its memory to be used again."""
 CALLS = 1000
 PROBE_SECONDS = 0.3
-GATHERED_BYTES = 512 * 1024
+GATHERED_BYTES, MOST_GATHERS = 512 * 1024, 64
+"""Of a rank, and how many are under way at once at most: on a fast link they are memory."""
 LEAST_BESIDE_WORK = 0.1
 GLOO_SUPPOSED = "gloo", 0.3e-3, math.inf
 """Transport, latency and host rate if there are no ranks to measure them on."""
@@ -341,7 +342,7 @@ def _beside_work(axis: Axis, link: float, matrix: Tensor) -> float:
     """The fraction of a link's rate that gathers reach while this rank computes."""
     mine = torch.zeros(GATHERED_BYTES, dtype=torch.uint8)
     alone = (axis.size - 1) * GATHERED_BYTES / link
-    count = math.ceil(PROBE_SECONDS / alone)
+    count = min(MOST_GATHERS, math.ceil(PROBE_SECONDS / alone))
     began = time.perf_counter()
     moving = [all_gather(mine, 0, (len(mine),) * axis.size, axis) for _ in range(count)]
     while time.perf_counter() - began < count * alone:
