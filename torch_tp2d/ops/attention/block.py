@@ -30,7 +30,9 @@ __all__ = [
     "attend",
     "attend_backward",
     "attend_to_all",
+    "largest_of",
     "merge",
+    "of_little_range",
     "scores_of",
     "repeat_heads",
     "sum_repeated_heads",
@@ -117,6 +119,7 @@ def attend(
     causal: bool,
     scale: float,
     exact: bool,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries to one block of keys.
 
@@ -125,6 +128,7 @@ def attend(
         mask: 4-dim, broadcast; bool (True: attend) or added to the scores.
         causal: no query attends to later keys; queries and keys are then at the same positions.
         exact: do not use fused kernels.
+        base: by :func:`largest_of`, what the lse is relative to; with ``exact`` only.
 
     Returns:
         The output, and the lse ``[batch, heads, queries]``, ``-inf`` for a query without keys.
@@ -133,7 +137,7 @@ def attend(
     if kernel is not None:
         bias = _additive(mask, query, key.shape[-2])
         return kernel.forward(Block(query, key, value, bias, causal, scale))
-    scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
+    scores = _relative(scores_of(query, key, mask, _behind(query, key, causal), scale), base)
     log = scores.logsumexp(-1)
     weights = (scores - _finite(log)[..., None]).exp()
     return (weights @ value.to(weights.dtype)).to(query.dtype), log
@@ -151,11 +155,13 @@ def attend_backward(
     scale: float,
     exact: bool,
     mask_grad: bool,
+    base: Tensor | None = None,
 ) -> Grads:
     """The gradients that come from one block of keys.
 
     Args:
         grad, out, log: the output's gradient, the output and the lse over all blocks.
+        base: as :func:`attend` was given it.
     """
     log = _finite(log)
     kernel = None if exact else kernel_for(query, key, value, mask is not None)
@@ -163,7 +169,7 @@ def attend_backward(
         bias = _additive(mask, query, key.shape[-2])
         block = Block(query, key, value, bias, causal, scale)
         return Grads(*kernel.backward(block, grad, out, log), None)
-    scores = scores_of(query, key, mask, _behind(query, key, causal), scale)
+    scores = _relative(scores_of(query, key, mask, _behind(query, key, causal), scale), base)
     weights = (scores - log[..., None]).exp()
     wide_grad = grad.to(weights.dtype)
     total = (wide_grad * out).sum(-1, keepdim=True)
@@ -207,6 +213,36 @@ def attend_to_all(
     if mask is not None and mask.is_floating_point():
         scores = scores + mask
     return scores.softmax(-1) @ value
+
+
+_LITTLE = 64.0
+"""An lse of this size is rounded by less than the sums of which it is the logarithm."""
+
+
+def of_little_range(mask: Tensor | None) -> bool:
+    """Whether the lse of scores with this mask is exact enough to merge blocks by.
+
+    Where a row of an added mask is one huge number, as a query that sees nothing is given by
+    ``torch.finfo(dtype).min``, that number rounds the scores away, and the weights are equal. It
+    rounds away the logarithm of the number of keys in an lse, too, and merged outputs of blocks
+    would be summed instead of averaged. Then the lse has to be relative to :func:`largest_of`.
+    """
+    if mask is None or mask.dtype == torch.bool or not mask.numel():
+        return True
+    if mask.device.type != "cpu":
+        # To look at it, the host would have to wait for the device.
+        return False
+    largest = mask.amax(-1)
+    return not bool((largest.isfinite() & (largest.abs() > _LITTLE)).any())
+
+
+def largest_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest of each row of an added mask, ``[..., queries, 1]``; 0 for ``-inf``."""
+    return _finite(mask.detach().to(wide(dtype)).amax(-1, keepdim=True))
+
+
+def _relative(scores: Tensor, base: Tensor | None) -> Tensor:
+    return scores if base is None else scores - base
 
 
 def _finite(log: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from .block import (
     attend,
     attend_backward,
     attend_to_all,
+    largest_of,
     merge,
+    of_little_range,
     repeat_heads,
     sum_repeated_heads,
     wide,
@@ -83,7 +85,9 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: Spec
     ) -> Tensor:
-        ctx.spec, ctx.exact = spec, ctx.needs_input_grad[3]
+        little = of_little_range(mask)
+        ctx.spec, ctx.exact = spec, ctx.needs_input_grad[3] or not little
+        base = None if little or mask is None else largest_of(mask, query.dtype)
         shape = (*query.shape[:-1], value.shape[-1])
         out = torch.zeros(shape, dtype=wide(query.dtype), device=query.device)
         log = torch.full_like(out[..., 0], -torch.inf)
@@ -94,19 +98,20 @@ class _Ring(torch.autograd.Function):
             last = step + 1 == axis.size
             coming = None if last else shift(held, 1, axis, _SEQUENCE, sizes, source)
             for part, tensors in _parts(query, held, mask, key.shape[-1], source, spec):
-                more, more_log = attend(*tensors, part.causal, spec.scale, ctx.exact)
+                above = _rows(base, part.q, part.queries)
+                more, more_log = attend(*tensors, part.causal, spec.scale, ctx.exact, above)
                 rows = slice(part.q, part.q + part.queries)
                 merge(out[:, :, rows], log[:, :, rows], more, more_log)
             if coming is not None:
                 held = coming.wait()
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, out, log)
+        ctx.save_for_backward(query, key, value, mask, base, out, log)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        query, key, value, mask, out, log = ctx.saved_tensors
+        query, key, value, mask, base, out, log = ctx.saved_tensors
         spec, (grad,) = ctx.spec, grads
         axis, sizes, features = spec.axis, spec.key_sizes, key.shape[-1]
         mask_grad = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
@@ -132,6 +137,7 @@ class _Ring(torch.autograd.Function):
                     spec.scale,
                     ctx.exact,
                     mask_grad is not None,
+                    _rows(base, part.q, part.queries),
                 )
                 query_grad[:, :, rows] += share.query
                 both = torch.cat([share.key, share.value], -1)
