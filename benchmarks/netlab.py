@@ -180,8 +180,10 @@ def processes(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT if out else None,
-                # A session of its own, so that a rank's own children can be ended with it.
-                start_new_session=True,
+                # A process group of its own, so that a rank's own children can be ended with it. No
+                # session: Linux may share out the processors by session (autogroup), and a rank's
+                # transfers would wait for a turn of the rank's, with which its computing is busy.
+                preexec_fn=os.setpgrp,
             )
             cleanup.callback(end, process, signal.SIGKILL)
             started.append(process)
