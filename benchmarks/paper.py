@@ -69,6 +69,8 @@ ROWS_OF_TABLE_5: tuple[tuple[str, tuple[int, int], float], ...] = (
 SLICES = 24
 """A batch of Table 5."""
 
+PAPERS_WAITING = "TP=4", "TP2D=4"
+
 HUGE: Model = 96, 16384, 128
 STRONG_BATCH, WEAK_BATCH = 2048, 2
 """Sequences of a step, and of each device, when devices become more."""
@@ -239,6 +241,22 @@ def table_5() -> list[dict[str, Any]]:
     return rows
 
 
+def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The paper's figures: the share of a step that is waited for, and perplexity.
+
+    Args:
+        rows: of Table 2. The paper does not say whose share it shows; here it is that of its rows
+            for four devices.
+    """
+    waiting = {row["paper"]: row["waiting"] for row in rows if row["paper"] in PAPERS_WAITING}
+    measured = json.loads((RESULTS / "convergence.json").read_text())["cases"]
+    perplexity = {
+        kind: {name: math.exp(losses[-1]) for name, losses in case["curves"].items()}
+        for kind, case in measured.items()
+    }
+    return {"waiting": waiting, "perplexity": perplexity}
+
+
 def scaling(devices: Sequence[int] = (64, 256, 1024, 4096, 16384)) -> list[dict[str, Any]]:
     """A model of 0.3 T parameters on nodes of eight H100, the batch fixed, or growing with them.
 
@@ -292,6 +310,7 @@ def collect(tables: Sequence[str], out: Path) -> dict[str, Any]:
         "3": table_3,
         "4": table_4,
         "5": table_5,
+        "figures": lambda: figures(report["table 2"]),
         "scaling": scaling,
     }
     for name in tables:

@@ -91,6 +91,22 @@ def show_5(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def show_figures(found: dict[str, Any]) -> list[str]:
+    """Shares of a step, and perplexities."""
+    lines = ["Share of a step that waits for transfers, the 2.5 B model on four devices", ""]
+    lines += _head("plan", "paper", "predicted")
+    papers = {"TP=4": 0.093, "TP2D=4": 0.124}
+    for name, share in found["waiting"].items():
+        lines.append(f"| {name} | {papers[name]:.1%} | {share:.1%} |")
+    lines += ["", "Perplexity after 200 steps of a small model, measured; the paper, of GPT-2"]
+    lines += ["after 300 iterations: 37.2 with TP, 29.1 with TP2D", ""]
+    plans = next(iter(found["perplexity"].values()))
+    lines += _head("model", *plans)
+    for kind, cells in found["perplexity"].items():
+        lines.append(f"| {kind} | " + " | ".join(f"{cells[name]:.6f}" for name in plans) + " |")
+    return lines
+
+
 def show_scaling(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Sequences an hour and device, and by which plan."""
     lines = ["0.3 T parameters, nodes of 8 H100, 400 Gbit/s: sequences an hour and device", ""]
@@ -114,6 +130,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], list[str]]]] = {
     "3": ("table 3", show_3),
     "4": ("table 4", show_4),
     "5": ("table 5", show_5),
+    "figures": ("figures", show_figures),
     "scaling": ("scaling", show_scaling),
 }
 """By what the command line calls it, the name of a table in the report, and what prints it."""

@@ -28,6 +28,16 @@ def text_of(output: Any) -> str:
     return output.get("text", "") + output.get("data", {}).get("text/plain", "")
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_files_that_are_read_are_there(name: str) -> None:
+    """Measurements were put into a newer file and the older one removed, which a notebook read: it
+    ended there, and only the run of all of it, which is deep, saw that."""
+    cells = nbformat.read(TUTORIALS / name, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    for path in re.findall(r'Path\("([^"]+)"\)\.read_text', code):
+        assert (TUTORIALS / path).is_file(), path
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_runs_from_a_new_kernel(name: str) -> None:
