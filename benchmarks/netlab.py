@@ -182,7 +182,7 @@ def processes(
                 stderr=subprocess.STDOUT if out else None,
                 # A process group of its own, so that a rank's own children can be ended with it. No
                 # session: Linux may share out the processors by session (autogroup), and a rank's
-                # transfers would wait for a turn of the rank's, with which its computing is busy.
+                # transfers would wait for the rank's own turn, which its computing has used up.
                 preexec_fn=os.setpgrp,
             )
             cleanup.callback(end, process, signal.SIGKILL)

@@ -95,9 +95,8 @@ def show_figures(found: dict[str, Any]) -> list[str]:
     """Shares of a step, and perplexities."""
     lines = ["Share of a step that waits for transfers, the 2.5 B model on four devices", ""]
     lines += _head("plan", "paper", "predicted")
-    papers = {"TP=4": 0.093, "TP2D=4": 0.124}
-    for name, share in found["waiting"].items():
-        lines.append(f"| {name} | {papers[name]:.1%} | {share:.1%} |")
+    for name, shares in found["waiting"].items():
+        lines.append(f"| {name} | {shares['paper']:.1%} | {shares['predicted']:.1%} |")
     lines += ["", "Perplexity after 200 steps of a small model, measured; the paper, of GPT-2"]
     lines += ["after 300 iterations: 37.2 with TP, 29.1 with TP2D", ""]
     plans = next(iter(found["perplexity"].values()))

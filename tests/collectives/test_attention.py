@@ -24,6 +24,7 @@ from support.fake import fake_grid
 from support.marks import deep
 from support.models import DOUBLE, batch, grid_mesh, loss_of, relative, train_beside
 from torch_tp2d import Attention2D, attention2d, attention_projections, balanced_order
+from torch_tp2d._torch_compat import fake_mode
 from torch_tp2d.mesh.layouts import chunk_sizes
 from torch_tp2d.ops.attention import Order
 from torch_tp2d.ops.attention.block import attend, attend_backward
@@ -316,6 +317,17 @@ def test_every_algorithm_against_one_device(rows: int, columns: int) -> None:
     """
     for worst in world.run(rows * columns, _function, rows, columns, 1, False):
         assert max(worst.values()) < 1e-12, {k: v for k, v in worst.items() if v > 1e-12}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_mask_without_values(learns: bool) -> None:
+    """``describe`` runs on fake tensors, of whose masks no value can be looked at: it raised."""
+    with fake_grid(2, 2) as mesh, fake_mode():
+        shards = (torch.randn(2, 2, 4, 6, requires_grad=True) for _ in range(3))
+        placed = (DTensor.from_local(x, mesh, (Shard(2), Shard(1))) for x in shards)
+        out = attention2d(*placed, torch.randn(2, 4, 8, 8, requires_grad=learns), algorithm="ring")
+        out.sum().backward()
+    assert out.shape == (2, 4, 8, 6)
 
 
 def _cross(rows: int, columns: int) -> dict[str, float]:

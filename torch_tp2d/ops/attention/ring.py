@@ -85,9 +85,10 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: Spec
     ) -> Tensor:
-        little = of_little_range(mask)
-        ctx.spec, ctx.exact = spec, ctx.needs_input_grad[3] or not little
-        base = None if little or mask is None else largest_of(mask, query.dtype)
+        ctx.spec, ctx.exact = spec, ctx.needs_input_grad[3] or not of_little_range(mask)
+        base = None
+        if ctx.exact and mask is not None and mask.numel():
+            base = largest_of(mask, query.dtype)
         shape = (*query.shape[:-1], value.shape[-1])
         out = torch.zeros(shape, dtype=wide(query.dtype), device=query.device)
         log = torch.full_like(out[..., 0], -torch.inf)
