@@ -181,6 +181,66 @@ def test_tokens_that_are_split_are_not_taken_for_whole() -> None:
         assert own_word == "ran"
 
 
+class Shifted(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return super().forward(x) + before
+
+
+class Softmaxed(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(1).softmax(1)
+
+
+class Doubled(torch.autograd.Function):
+    times = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Doubled.times += 1
+        return 2 * grad
+
+
+class Own(Scale):
+    """What runs in its backward is the user's, and may not run twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Doubled.apply(x))
+
+
+def _mixed() -> list[str]:
+    mesh, said, was_on = grid_mesh(1, 2), [], torch_tp2d.debug.is_on()
+    torch_tp2d.debug.enable()
+    for module in (Shifted, Softmaxed, Scale, Viewed, Checkpointed, Own):
+        reference, model = _pair(Model(module), mesh, _plan(Shard(1), Local2D()))
+        try:
+            differs = _differs(reference, model, _ids(4, 6))
+            said.append(f"differs by {max(differs.values()) > 1e-10}")
+        except ValueError as error:
+            said.append(str(error))
+    (torch_tp2d.debug.enable if was_on else torch_tp2d.debug.disable)()
+    # One by the reference, one by the model.
+    return [*said, f"{Doubled.times} times"]
+
+
+def test_debug_mode_tells_of_tokens_that_are_mixed() -> None:
+    """Of split tokens each rank mixed its own: loss and gradients were others, and nothing said so.
+
+    The sizes tell nothing where as many tokens come out. What follows an output back to the input
+    does, but it runs what the module has for backward, so that only debug mode asks.
+    """
+    for shifted, softmaxed, *one_by_one, times in world.run(2, _mixed):
+        for message in (shifted, softmaxed):
+            assert "mixes the tokens of dim 1" in message and "tp_col=2" in message
+            assert "torch_tp2d.Replicate()" in message
+        assert set(one_by_one) == {"differs by False"}
+        assert times == "2 times"
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

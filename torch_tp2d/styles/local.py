@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .. import debug
 from .._torch_compat import tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, hand_out, said_of
@@ -158,6 +160,7 @@ class _LocalRunner(Runner):
         self.samples: Layout = (dt.Replicate(), dt.Replicate()) if self.sees_all else row_layout()
         declared = self.samples if self.declared is None else self.declared
         self.own = OwnDropout(module, Masks(grid, 0, declared, (), module))
+        self.looked_at = False
         self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
 
     def resolved(self) -> Resolved:
@@ -172,6 +175,8 @@ class _LocalRunner(Runner):
         params = [(module, name) for name in self.names]
         own = self.own.replacing(forward, module)
         shares = not self.sees_all, self.has_whole and call.sees_shares
+        if debug.is_on() and not self.looked_at:
+            own = self._looked_at(own, call)
         y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
         if self.sees_all:
             return y
@@ -343,6 +348,40 @@ class _LocalRunner(Runner):
                 f"only what has the batch in dim 0 becomes a DTensor"
             )
         return to_dtensor(y.narrow(0, 0, mine), row_layout(), grid, (batch, *y.shape[1:]))
+
+    def _looked_at(self, forward: Callable[..., Any], call: _Call) -> Callable[..., Any]:
+        """``forward``, which refuses to mix tokens of which this rank has a part, where it tells.
+
+        Raises:
+            ValueError: if an output's token depends on other tokens of the input.
+        """
+        x, layout = call.x, call.layout
+        if x is None or isinstance(x, DTensor) or x.ndim > 3 or not x.requires_grad:
+            return forward
+        # What a row has of dim 0 are its samples, or windows of them, which a module may regroup.
+        axes = zip((self.grid.row, self.grid.col), layout, (1, 0), strict=True)
+        split = [
+            p.dim
+            for axis, p, first in axes
+            if isinstance(p, Shard) and axis.size > 1 and p.dim >= first
+        ]
+        tokens = [dim for dim in split if dim < x.ndim - 1]
+
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            y = forward(*args, **kwargs)
+            for one, dim in itertools.product(tree_leaves(y), tokens):
+                alike = isinstance(one, Tensor) and one.shape[: x.ndim - 1] == x.shape[:-1]
+                if alike and debug.mixes(x, one, dim):
+                    raise ValueError(
+                        f"{self.here} was given a local tensor of shape {tuple(x.shape)} in layout "
+                        f"{layout}, and mixes the tokens of dim {dim}, of which each rank has a "
+                        f"part: have the module before it hand on full samples, "
+                        f"output_layouts={self.samples}, or give it torch_tp2d.Replicate()"
+                    )
+            self.looked_at = all(x.shape[dim] > 1 for dim in tokens)
+            return y
+
+        return looked_at
 
     def _check_outputs(self, y: Any) -> None:
         """Refuse several outputs in an object that torch's pytree does not look into.
