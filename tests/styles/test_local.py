@@ -241,6 +241,14 @@ def test_debug_mode_tells_of_tokens_that_are_mixed() -> None:
         assert times == "2 times"
 
 
+def test_a_root_of_zero_mixes_no_tokens() -> None:
+    """The gradient of every other token, zero, is NaN there: it was taken for one."""
+    x = torch.zeros(2, 3, 4, requires_grad=True)
+    assert not torch_tp2d.debug.mixes(x, x.sqrt(), 1)
+    assert torch_tp2d.debug.mixes(x, x.cumsum(1), 1)
+    assert torch_tp2d.debug.mixes(x, x.flip(1).cumsum(1).flip(1), 1)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,8 @@ def mixes(x: Tensor, y: Tensor, dim: int) -> bool:
         of_token = y.select(dim, token).sum()
         (grad,) = torch.autograd.grad(of_token, x, retain_graph=True, allow_unused=True)
         others = 1 if token == 0 else 0
-        if grad is not None and bool(grad.narrow(dim, others, tokens - 1).ne(0).any()):
+        # NaN tells nothing: a token's own zero gradient becomes it in a square root of zero.
+        if grad is not None and bool((grad.narrow(dim, others, tokens - 1).abs() > 0).any()):
             return True
     return False
 

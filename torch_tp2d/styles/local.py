@@ -378,7 +378,7 @@ class _LocalRunner(Runner):
                         f"part: have the module before it hand on full samples, "
                         f"output_layouts={self.samples}, or give it torch_tp2d.Replicate()"
                     )
-            self.looked_at = all(x.shape[dim] > 1 for dim in tokens)
+            self.looked_at = bool(tokens) and all(x.shape[dim] > 1 for dim in tokens)
             return y
 
         return looked_at
