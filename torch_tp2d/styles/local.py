@@ -176,7 +176,7 @@ class _LocalRunner(Runner):
         own = self.own.replacing(forward, module)
         shares = not self.sees_all, self.has_whole and call.sees_shares
         if debug.is_on() and not self.looked_at:
-            own = self._looked_at(own, call)
+            own = self._refusing_mixed(own, call)
         y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
         if self.sees_all:
             return y
@@ -349,7 +349,7 @@ class _LocalRunner(Runner):
             )
         return to_dtensor(y.narrow(0, 0, mine), row_layout(), grid, (batch, *y.shape[1:]))
 
-    def _looked_at(self, forward: Callable[..., Any], call: _Call) -> Callable[..., Any]:
+    def _refusing_mixed(self, forward: Callable[..., Any], call: _Call) -> Callable[..., Any]:
         """``forward``, which refuses to mix tokens of which this rank has a part, where it tells.
 
         Raises:
@@ -367,7 +367,7 @@ class _LocalRunner(Runner):
         ]
         tokens = [dim for dim in split if dim < x.ndim - 1]
 
-        def looked_at(*args: Any, **kwargs: Any) -> Any:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
             y = forward(*args, **kwargs)
             for one, dim in itertools.product(tree_leaves(y), tokens):
                 alike = isinstance(one, Tensor) and one.shape[: x.ndim - 1] == x.shape[:-1]
@@ -381,7 +381,7 @@ class _LocalRunner(Runner):
             self.looked_at = bool(tokens) and all(x.shape[dim] > 1 for dim in tokens)
             return y
 
-        return looked_at
+        return refusing
 
     def _check_outputs(self, y: Any) -> None:
         """Refuse several outputs in an object that torch's pytree does not look into.
