@@ -18,7 +18,17 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from support import world
 from support.compiled import recorded
 from support.marks import deep, from_torch
-from support.models import grid_mesh, parallelize, plan_2d, plan_mixed, train_beside, transformer
+from support.models import (
+    batch,
+    grid_mesh,
+    loss_of,
+    parallelize,
+    plan_2d,
+    plan_mixed,
+    relative,
+    train_beside,
+    transformer,
+)
 
 TOLERANCE = 1e-11
 BACKEND = "aot_eager_decomp_partition"
@@ -69,6 +79,42 @@ def test_every_algorithm_traces(algorithm: str) -> None:
         if "attention.w" in key or "feed_forward" in key:
             style.algorithm = algorithm
     assert max(world.run(4, _compiled, BACKEND, plan, (4, 8, 8))) < TOLERANCE
+
+
+def _evaluated(grid: tuple[int, int]) -> list[float]:
+    """Losses without gradients, and a step beside frozen norms, each of other sizes."""
+    reference = transformer(11, n_layers=1)
+    model = copy.deepcopy(reference)
+    parallelize(model, grid_mesh(*grid), plan_2d())
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="eager")
+    seen = []
+    for part in (reference, model):
+        for name, param in part.named_parameters():
+            param.requires_grad_("norm" not in name)
+    for size, sequence, learns in ((3, 7, False), (4, 5, True), (2, 9, False)):
+        ids, target = batch(size, sequence, 11, seed=size)
+        with torch.set_grad_enabled(learns):
+            wanted, loss = loss_of(reference(ids), target), loss_of(model(ids), target)
+        seen.append(relative(loss.detach(), wanted.detach()))
+        if learns:
+            wanted.backward()
+            loss.backward()
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            seen += [relative(a.grad, b.grad) for a, b in pairs if b.requires_grad]
+    return seen
+
+
+@pytest.mark.parametrize("grid", [(2, 1), deep((2, 2)), deep((1, 3))], ids=str)
+def test_evaluation_and_frozen_norms(grid: tuple[int, int]) -> None:
+    """A compiled block raised under ``no_grad``, as in validation, and where its LayerNorms learn
+    nothing, as with LoRA: "setattr() is not supported on type list". There Dynamo counts the
+    arguments of an autograd.Function's forward, two parameters behind a ``*params`` among them, to
+    find out whether it takes a context.
+    """
+    rows, columns = grid
+    for seen in world.run(rows * columns, _evaluated, grid):
+        assert max(seen) < TOLERANCE
 
 
 @pytest.mark.deep

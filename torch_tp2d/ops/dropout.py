@@ -120,6 +120,9 @@ def dropout(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor
 
 def recomputed(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
     """:func:`dropout` as on a GPU: the mask is recomputed for the gradient."""
+    # Without a graph not by the node: see sum_grads in styles/local_math.py.
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _kernel_for(x)(x, key, p, index)
     result: Tensor = _Dropout.apply(x, key, p, *index)
     return result
 

@@ -15,7 +15,7 @@ from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.layouts import TP_COL, Layout
 from ..styles.attention import Attention2D
 from ..styles.base import GridStyle, Resolved, Runner, local_shards
-from ..styles.local_math import SumGrads
+from ..styles.local_math import sum_grads
 from ..styles.module_kinds import describe_module, is_embedding
 from .losses import LossOfLabels
 from .methods import AsTransformers
@@ -79,7 +79,7 @@ class _HeadBiasRunner(Runner):
         self.axes = [axis for axis, p in axes if isinstance(p, Replicate) and axis.size > 1]
 
     def run(self, module: Any, forward: Callable[..., Any], ids: Tensor) -> Tensor:
-        (weight,) = SumGrads.apply(self.axes, self.context, *local_shards(module.weight))
+        (weight,) = sum_grads(local_shards(module.weight), self.axes, self.context)
         return F.embedding(ids, weight)
 
 

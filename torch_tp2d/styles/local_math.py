@@ -1,7 +1,7 @@
 """Runs a module's own math on local tensors, and sums the gradients of replicated parameters.
 
 On ranks with different tokens a replicated parameter gets different terms of its gradient. Where
-the module runs on local tensors, :class:`SumGrads` sums them. Where it runs on DTensors,
+the module runs on local tensors, :func:`sum_grads` sums them. Where it runs on DTensors,
 :func:`settle_after_backward` brings the gradient that DTensor leaves into the parameter's
 placements.
 """
@@ -26,7 +26,13 @@ from ..runtime.reductions import backward_of, summed
 from .base import local_shards
 from .module_kinds import is_conv1d
 
-__all__ = ["SumGrads", "local_math", "parameters_inside", "run_locally", "settle_after_backward"]
+__all__ = [
+    "local_math",
+    "parameters_inside",
+    "run_locally",
+    "settle_after_backward",
+    "sum_grads",
+]
 
 
 def run_locally(
@@ -53,8 +59,8 @@ def run_locally(
     split = [isinstance(param.placements[1], Shard) for param in on_mesh]
     on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
     on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
-    summed_on_row = iter(SumGrads.apply(row, grid.context, *on_row))
-    summed_on_both = iter(SumGrads.apply([*row, *col], grid.context, *on_both))
+    summed_on_row = iter(sum_grads(on_row, row, grid.context))
+    summed_on_both = iter(sum_grads(on_both, [*row, *col], grid.context))
     local = [next(summed_on_row if is_split else summed_on_both) for is_split in split]
     _put_in_place(params, local)
     try:
@@ -143,9 +149,23 @@ def local_math(module: nn.Module) -> _LocalMath | None:
     return _conv1d if is_conv1d(module) else None
 
 
-class SumGrads(torch.autograd.Function):
-    """Sums, in one transfer, the gradients of replicated parameters used on different tokens."""
+def sum_grads(
+    params: Sequence[Tensor | None], axes: Sequence[Axis], context: Context
+) -> Sequence[Tensor | None]:
+    """Replicated parameters used on different tokens, whose gradients are summed over ``axes``.
 
+    In one transfer for all of them.
+    """
+    learns = any(param is not None and param.requires_grad for param in params)
+    # Also because Dynamo, where no argument learns, takes a forward of as many arguments as names
+    # for one without a context, though the last name be a *params.
+    if not (axes and learns and torch.is_grad_enabled()):
+        return params
+    summed: Sequence[Tensor | None] = _SumGrads.apply(axes, context, *params)
+    return summed
+
+
+class _SumGrads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, axes: Sequence[Axis], context: Context, *params: Tensor | None

@@ -22,11 +22,11 @@ from .boundary import check_handed, to_dtensor
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .local_math import (
-    SumGrads,
     local_math,
     parameters_inside,
     run_locally,
     settle_after_backward,
+    sum_grads,
 )
 from .masks import Masks
 from .module_kinds import describe_module, is_conv1d, is_linear
@@ -311,7 +311,7 @@ class WholeRunner(Runner):
             if isinstance(placement, Shard) and axis.size > 1
         ]
         ready = prepare_parameters(module, self.prepare, self.grid.context)
-        params = SumGrads.apply(axes, self.grid.context, ready.weight, ready.bias)
+        params = sum_grads((ready.weight, ready.bias), axes, self.grid.context)
         return self.locally(module, x, *params)
 
     def prepare(self, module: nn.Module) -> Prepared:
