@@ -151,7 +151,7 @@ def local_math(module: nn.Module) -> _LocalMath | None:
 
 def sum_grads(
     params: Sequence[Tensor | None], axes: Sequence[Axis], context: Context
-) -> Sequence[Tensor | None]:
+) -> Sequence[Any]:
     """Replicated parameters used on different tokens, whose gradients are summed over ``axes``.
 
     In one transfer for all of them.
@@ -161,7 +161,7 @@ def sum_grads(
     # for one without a context, though the last name be a *params.
     if not (axes and learns and torch.is_grad_enabled()):
         return params
-    summed: Sequence[Tensor | None] = _SumGrads.apply(axes, context, *params)
+    summed: Sequence[Any] = _SumGrads.apply(axes, context, *params)
     return summed
 
 
