@@ -12,16 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import torch_tp2d
 from support import world
 from support.compiled import recorded
 from support.marks import deep, from_torch
 from support.models import (
+    RMSNorm,
     batch,
     grid_mesh,
     loss_of,
+    noise,
     parallelize,
     plan_2d,
     plan_mixed,
@@ -115,6 +121,26 @@ def test_evaluation_and_frozen_norms(grid: tuple[int, int]) -> None:
     rows, columns = grid
     for seen in world.run(rows * columns, _evaluated, grid):
         assert max(seen) < TOLERANCE
+
+
+def _graphs() -> int:
+    mesh = grid_mesh(2, 1)
+    block = nn.Sequential(RMSNorm(8), nn.Linear(8, 8)).double()
+    torch_tp2d.parallelize_module(block, mesh, {"1": torch_tp2d.Colwise2D()})
+    counter = CompileCounter()
+    block.compile(fullgraph=True, backend=counter)
+    for step in range(3):
+        x = noise(2, 3, 8, seed=step)
+        block(DTensor.from_local(x, mesh, (Shard(0), Replicate()))).sum().backward()
+    return counter.frame_count
+
+
+def test_a_norm_of_somebody_s_own_is_traced_once() -> None:
+    """Each step of a block with Hugging Face's Llama norm was compiled anew, until torch's limit of
+    eight graphs: the ids of the tensors that such a module's own code was given, by which those are
+    told apart that all ranks have, became conditions of the graph.
+    """
+    assert world.run(2, _graphs) == [1, 1]
 
 
 @pytest.mark.deep

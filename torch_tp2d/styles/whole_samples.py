@@ -300,8 +300,8 @@ class _OnDTensors(TorchFunctionMode):
         super().__init__()
         self._module, self._grid, self._masks = module, masks.grid, masks
         self._dropping = Intercept(masks.drop, self._attention, masks.here)
-        # Keeps the tensors themselves alive, since Python may reuse the id of a freed one.
-        self._whole: dict[int, Tensor] = {id(x): x for x in module.buffers()}
+        # Told apart by "is": Dynamo guards an id(), so that each new input had a graph of its own.
+        self._whole: list[Tensor] = list(module.buffers())
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -317,7 +317,7 @@ class _OnDTensors(TorchFunctionMode):
                     f"mesh. Name the module inside that calls it in the plan, with a Replicate() "
                     f"of its own"
                 )
-            if any(id(x) in self._whole for x in given):
+            if any(map(self._is_whole, given)):
                 args, kwargs = tree_map_only(Tensor, self._on_mesh, (args, kwargs))
             if func in _CONVOLUTIONS:
                 args, kwargs = _split_by(args, kwargs, 1)
@@ -327,11 +327,13 @@ class _OnDTensors(TorchFunctionMode):
         out = self._dropping.replaced(func)(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if name in _DRAWN:
-            for x in made:
-                self._whole.pop(id(x), None)
-        elif name in _OF_SIZES or (given and all(id(x) in self._whole for x in given)):
-            self._whole |= {id(x): x for x in made}
+            self._whole = [one for one in self._whole if not any(one is x for x in made)]
+        elif name in _OF_SIZES or (given and all(map(self._is_whole, given))):
+            self._whole += made
         return out
+
+    def _is_whole(self, x: Tensor) -> bool:
+        return any(x is one for one in self._whole)
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -347,7 +349,7 @@ class _OnDTensors(TorchFunctionMode):
         return self._masks.attention(*given, *args, **kwargs)
 
     def _on_mesh(self, x: Tensor) -> Tensor:
-        if id(x) not in self._whole:
+        if not self._is_whole(x):
             return x
         return to_dtensor(x, (Replicate(), Replicate()), self._grid, x.shape)
 
