@@ -1,11 +1,12 @@
 """Which code a graph that ``torch.compile`` traces leaves out, and why.
 
-Such a graph is made once, on each rank for itself, and differs from eager mode in three ways:
+Such a graph is made once, on each rank for itself, and differs from eager mode in four ways:
 
 * It has no values that Python could look at, and no state but the tensors' own. Checks and hooks
   are :func:`eager_only`; what was noted for the next module is noted on the tensor.
 * It has plain tensors only: nothing stands in for a value that is still under way, so a weight is
   gathered, and a gradient reduced, by the node that needs it.
+* Its sizes may be symbols, which do not compare as numbers do: they are made :func:`static`.
 * It drops a transfer whose result its rank does not use, and merges transfers of equal inputs,
   though the other ranks' graphs may need both. There every rank has to use what it is sent.
 """
@@ -18,11 +19,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["eager_only", "in_graph"]
+__all__ = ["eager_only", "in_graph", "static"]
 
 
 in_graph = torch.compiler.is_compiling
 """Whether the code that runs becomes a part of a graph."""
+
+
+def static(size: int) -> int:
+    """A size as a constant of the graph, which is traced again for another.
+
+    Shards follow from sizes by too many steps for symbols: a rank whose shard stays the same would
+    have other conditions in its graph than one whose shard does not.
+    """
+    return len(range(size)) if torch.compiler.is_compiling() else size
 
 
 def eager_only(run: Callable[..., None]) -> Callable[..., None]:

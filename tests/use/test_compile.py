@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import torch_tp2d
 from support import world
 from support.compiled import recorded
+from support.decoder import Attention
 from support.marks import deep, from_torch
 from support.models import (
     RMSNorm,
@@ -111,7 +112,7 @@ def _evaluated(grid: tuple[int, int]) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("grid", [(2, 1), deep((2, 2)), deep((1, 3))], ids=str)
+@pytest.mark.parametrize("grid", [(2, 1), deep((2, 2)), deep((1, 4))], ids=str)
 def test_evaluation_and_frozen_norms(grid: tuple[int, int]) -> None:
     """A compiled block raised under ``no_grad``, as in validation, and where its LayerNorms learn
     nothing, as with LoRA: "setattr() is not supported on type list". There Dynamo counts the
@@ -141,6 +142,63 @@ def test_a_norm_of_somebody_s_own_is_traced_once() -> None:
     told apart that all ranks have, became conditions of the graph.
     """
     assert world.run(2, _graphs) == [1, 1]
+
+
+def _unknown_sizes() -> list[float]:
+    """A local stream without an embedding, whose sequence of 7 does not divide."""
+    mesh = grid_mesh(1, 2)
+    reference = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
+    model = copy.deepcopy(reference)
+    plan = {
+        "0": torch_tp2d.Colwise2D(input_layouts=Shard(1)),
+        "2": torch_tp2d.Rowwise2D(output_layouts=Shard(1)),
+    }
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    whole = noise(2, 7, 8)
+    x = whole.split([4, 3], 1)[mesh.get_local_rank("tp_col")]
+    wanted = reference(whole).split([4, 3], 1)[mesh.get_local_rank("tp_col")].detach()
+    traced = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"run it in torch_tp2d\.token_sizes"):
+        traced(x)
+    # It goes on in eager, which asks the other ranks.
+    seen = [relative(torch.compile(model, backend="eager")(x).detach(), wanted)]
+    with torch_tp2d.token_sizes(mesh, (2, 7)):
+        seen.append(relative(traced(x).detach(), wanted))
+    return seen
+
+
+def test_sizes_that_a_graph_does_not_know() -> None:
+    """A graph took the other ranks' parts of tokens of unknown sizes to be as long as its own: with
+    a sequence that does not divide, ranks sent one another other sizes than they expected.
+    """
+    for seen in world.run(2, _unknown_sizes):
+        assert max(seen) < TOLERANCE
+
+
+def _ring() -> float:
+    mesh, worst = grid_mesh(2, 1), 0.0
+    torch.manual_seed(0)
+    reference = Attention(16, 4, 2, 4).double()
+    model = copy.deepcopy(reference)
+    q, kv, o = torch_tp2d.attention_projections(4, 2, 1, row_dim=1)
+    plan = {"": torch_tp2d.Attention2D(row_dim=1, algorithm="ring"), "q": q, "[kv]": kv, "o": o}
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    model.compile(fullgraph=True, backend="eager")
+    for size, sequence in ((4, 8), (3, 7)):
+        x = noise(size, sequence, 16)
+        wanted = reference(x)
+        placed = distribute_tensor(x, mesh, (Shard(1), Replicate()), src_data_rank=None)
+        part = distribute_tensor(wanted.detach(), mesh, (Shard(1), Replicate()), src_data_rank=None)
+        worst = max(worst, relative(model(placed).detach(), part.to_local()))
+    return worst
+
+
+def test_a_length_of_which_one_rank_has_as_much_as_before() -> None:
+    """Of sequences of 8 and then of 7 the first of two rows has 4 tokens: its graph for the second
+    had a constant for them, and symbols for what followed from the sequence, which is in no tuple
+    of numbers for Dynamo, so that this rank alone raised, about "caches of past keys".
+    """
+    assert max(world.run(2, _ring)) < TOLERANCE
 
 
 @pytest.mark.deep

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,12 +42,16 @@ def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
     answers, the size known from the tensors that ``x`` was made of is used instead.
 
     Raises:
-        ValueError: by the returned function, if the ranks' sizes are not those of torch.chunk.
+        ValueError: by the returned function, if the ranks' sizes are not those of torch.chunk; in
+            a graph, which asks nobody, at once.
     """
     extent = x.shape[dim]
     if in_graph():
-        return lambda: extent * math.prod([axis.size for axis in cuts])
-
+        raise ValueError(
+            f"the size of dim {dim} of a local tensor on all ranks is not known in a compiled "
+            f"graph: run it in torch_tp2d.token_sizes(mesh, (batch, sequence)), or have the module "
+            f"before hand on a DTensor (use_local_output=False)"
+        )
     known = None
     if active_fake_mode() is not None:
         whole = (tokens_told(x) or ())[dim : dim + 1]

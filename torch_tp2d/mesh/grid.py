@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._tracing import static
 from ..comm import Axis, move
 from ..runtime.context import Sizes, context_of
 from .axes import Axes, check_mesh, flat_axis, names_of, on_mesh, part_of
@@ -117,7 +118,7 @@ class Grid:
         (:meth:`with_stand_in`); not for what the user's own code has made of such a tensor.
         """
         if isinstance(x, DTensor):
-            return tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
+            return tuple(map(static, x.shape[:-1])) if x.device_mesh == self.mesh else None
         return said_of(x).sizes
 
     def handed(self, x: Tensor) -> Layout | None:

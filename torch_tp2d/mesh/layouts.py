@@ -29,6 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._tracing import static
+
 __all__ = [
     "BLOCK",
     "COLWISE",
@@ -68,6 +70,7 @@ def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
     >>> chunk_sizes(3, 4)
     (1, 1, 1, 0)
     """
+    size = static(size)
     full = -(-size // parts)
     if full * parts == size:
         return (full,) * parts
@@ -157,7 +160,7 @@ def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
         return placement
     if not -ndim <= dim < 0:
         raise ValueError(f"layout {layout} shards dim {dim} of a {ndim}-dim tensor")
-    return Shard(dim + ndim)
+    return Shard(static(dim + ndim))
 
 
 def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:

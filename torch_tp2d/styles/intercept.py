@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import flex_attention_op
+from .._tracing import in_graph
 
 __all__ = ["RATES", "Intercept"]
 
@@ -89,7 +90,9 @@ class Intercept(TorchFunctionMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         # flex_attention compiles the call of its operator, and the compiler wraps errors inside.
-        if error is not None and _MISFIT in str(error) and not isinstance(error, ValueError):
+        if error is None or in_graph():
+            return
+        if _MISFIT in str(error) and not isinstance(error, ValueError):
             raise ValueError(f"{_MISFIT}{_MEND}") from error
 
     def _dropout(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..._tracing import static
 from ...mesh.grid import describe_mesh
 from ...mesh.layouts import Layout, normalize
 from ..boundary import gather_for_module
@@ -35,7 +36,7 @@ class Tokens:
         self.shape: tuple[int, int] | None = None
         self.keys: int | None = None
         if isinstance(hidden, DTensor) and hidden.device_mesh == self.grid.mesh:
-            self.shape = hidden.shape[0], hidden.shape[1]
+            self.shape = static(hidden.shape[0]), static(hidden.shape[1])
             # A model may have several streams of tokens; this one is the current one now.
             self.grid.context.tokens = self.shape
 
@@ -82,7 +83,7 @@ class Tokens:
             # A bias of each sample [batch, queries, keys].
             return self._cut(value, name)
         # A DTensor [batch, sequence, hidden] beside the hidden states: the states to attend to.
-        self.keys = value.shape[1]
+        self.keys = static(value.shape[1])
         row = self.grid.row
         if self.row_dim == 1 and not all(row.split(self.keys)):
             raise ValueError(
