@@ -159,8 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve(args)
         return 0
     trees = {"before": args.before.resolve(), "now": HERE}
-    served = {tree: start(path, 1 + i, argv) for i, (tree, path) in enumerate(trees.items())}
-    names = [json.loads(ask(process)) for process in served.values()][0]
+    served: dict[str, subprocess.Popen[str]] = {}
+    names: list[str] = []
+    for port, (tree, path) in enumerate(trees.items(), 1):
+        # One after the other: each measures its links, and goes by what it finds.
+        served[tree] = start(path, port, argv)
+        names = json.loads(ask(served[tree]))
     seconds: dict[tuple[str, str], list[float]] = {}
     for order in orders(names, args.repeats):
         for key in order:
