@@ -32,7 +32,8 @@ def static(size: int) -> int:
     Shards follow from sizes by too many steps for symbols: a rank whose shard stays the same would
     have other conditions in its graph than one whose shard does not.
     """
-    return len(range(size)) if torch.compiler.is_compiling() else size
+    # Dynamo makes constants of a range's bounds.
+    return len(range(size)) if in_graph() else size
 
 
 def eager_only(run: Callable[..., None]) -> Callable[..., None]:
