@@ -298,8 +298,6 @@ def _function(rows: int, columns: int, size: int, deep: bool) -> dict[str, float
                 out.backward(distribute_tensor(grad, mesh, layout))
             extra = []
             if mask is not None and mask.requires_grad:
-                torch.distributed.all_reduce(mask.grad)
-                # Heads that are replicated along tp_col are shared out too.
                 extra = [mask.grad]
             found = [out.detach(), *(x.grad for x in placed), *extra]
             key = f"{algorithm} {case} {layout}"
@@ -355,7 +353,6 @@ def _cross(rows: int, columns: int) -> dict[str, float]:
         ours = bias.clone().requires_grad_()
         out = module(placed[0], None, ours, states=placed[1])
         out.square().sum().backward()
-        torch.distributed.all_reduce(ours.grad)
         pairs = [
             (out.detach(), wanted.detach()),
             (ours.grad, leaves[2].grad),

@@ -11,7 +11,7 @@ from ..runtime.context import Sizes
 from .axes import Axes
 from .layouts import Layout
 
-__all__ = ["Handed", "hand_out", "made_of", "said_of", "tokens_told"]
+__all__ = ["Handed", "hand_out", "made_of", "notes_of", "said_of", "tokens_told"]
 
 
 class Handed(NamedTuple):
@@ -27,6 +27,12 @@ class Handed(NamedTuple):
     """Where ``sizes`` are not certain: the sizes of the tokens that it was assumed to belong to."""
     shares: frozenset[str] = frozenset()
     """The mesh axes along which ranks that hold the same values have partial gradients of it."""
+    sums: frozenset[str] = frozenset()
+    """The mesh axes along which the gradient that it is given may be this rank's part of it.
+
+    It is made of parameters that are split there, or whose gradients are summed there. A layout
+    would not tell: a table of biases holds no tokens.
+    """
 
 
 _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
@@ -71,14 +77,22 @@ _NODES = 200
 
 
 def made_of(x: Tensor) -> list[Handed]:
+    """The notes of layouts among :func:`notes_of`."""
+    return [note for note in notes_of(x)[0] if note.layout is not None]
+
+
+def notes_of(x: Tensor) -> tuple[list[Handed], bool]:
     """What :func:`hand_out` noted of the tensors from which the user's code has made ``x``.
 
     They are found through the autograd graph, so none are where no graph is recorded, and none
     under ``torch.compile``.
+
+    Returns:
+        The notes, and whether the whole graph was looked through.
     """
     found: list[Handed] = []
     if in_graph():
-        return found
+        return found, False
     seen: set[Any] = set()
     edges: list[Any] = [(x.grad_fn, x.output_nr)]
     while edges and len(seen) < _NODES:
@@ -89,12 +103,14 @@ def made_of(x: Tensor) -> list[Handed]:
         handed = node.metadata.get(("_tp2d_handed", index))
         if handed is not None:
             found.append(handed)
-        elif node.name() in _HANDS_ON:
+        if handed is not None and (handed.layout is not None or handed.shares):
+            continue
+        if node.name() in _HANDS_ON:
             # Only this output's input: the node's others are other arguments of the module.
             edges.append(node.next_functions[index])
         else:
             edges.extend(node.next_functions)
-    return found
+    return found, not edges
 
 
 def tokens_told(x: Tensor) -> Sizes | None:

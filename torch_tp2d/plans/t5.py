@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from .._tracing import in_graph
 from ..mesh.grid import Grid, check_mesh, describe_mesh
-from ..mesh.layouts import TP_COL, Layout
+from ..mesh.handed import Handed, hand_out
+from ..mesh.layouts import TP_COL, TP_ROW, Layout
 from ..styles.attention import Attention2D
 from ..styles.base import GridStyle, Resolved, Runner, local_shards
 from ..styles.local_math import sum_grads
@@ -80,7 +82,8 @@ class _HeadBiasRunner(Runner):
 
     def run(self, module: Any, forward: Callable[..., Any], ids: Tensor) -> Tensor:
         (weight,) = sum_grads(local_shards(module.weight), self.axes, self.context)
-        return F.embedding(ids, weight)
+        bias = F.embedding(ids, weight)
+        return bias if in_graph() else hand_out(bias, Handed(sums=frozenset((TP_ROW, TP_COL))))
 
 
 class RelativeAttention2D(Attention2D):

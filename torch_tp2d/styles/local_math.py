@@ -20,7 +20,9 @@ from .._once import once_differentiable
 from .._torch_compat import hooks_again, parameters_of, tree_leaves
 from .._tracing import in_graph
 from ..comm import Axis
+from ..mesh.axes import names_of
 from ..mesh.grid import Grid
+from ..mesh.handed import Handed, hand_out
 from ..runtime.context import Context
 from ..runtime.reductions import backward_of, summed
 from .base import local_shards
@@ -62,6 +64,12 @@ def run_locally(
     summed_on_row = iter(sum_grads(on_row, row, grid.context))
     summed_on_both = iter(sum_grads(on_both, [*row, *col], grid.context))
     local = [next(summed_on_row if is_split else summed_on_both) for is_split in split]
+    if not in_graph():
+        names = names_of(grid.axes)
+        done = frozenset[str]().union(*(of for of, on in zip(names, (row, col), strict=True) if on))
+        for tensor, is_split in zip(local, split, strict=True):
+            if tensor.grad_fn is not None:
+                hand_out(tensor, Handed(sums=done | names[1] if is_split else done))
     _put_in_place(params, local)
     try:
         y = forward(*args, **kwargs)

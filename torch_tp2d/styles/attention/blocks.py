@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ..._tracing import in_graph
 from ...mesh.grid import Grid
 from ...mesh.layouts import Layout, normalize
 from ...ops.attention import Heads, Order, Spec, check_groups, gathered, ring, two_phase
 from ..boundary import to_dtensor
+from .side_grads import with_whole_grad
 
 __all__ = ["ACROSS", "SEQUENCE", "attention2d", "two_phase_on"]
 
@@ -105,8 +107,8 @@ def attention2d(
         query, key, value: ``[batch, heads, sequence, features]`` on a mesh
             ``("tp_row", "tp_col")``. Keys and values may have fewer heads than the queries, each
             for a group of query heads, and a sequence of another length.
-        attn_mask: replicated on every rank, as ``scaled_dot_product_attention`` takes it. Its
-            gradient is partial on each rank.
+        attn_mask: replicated on every rank, as ``scaled_dot_product_attention`` takes it. So is
+            its gradient.
         is_causal: mask later tokens; not together with ``attn_mask``.
         scale: factor of the scores, by default ``features ** -0.5``.
         algorithm: ``"two_phase"``, ``"ring"`` or ``"gather"``, see :class:`Attention2D`.
@@ -171,6 +173,8 @@ def attention2d(
                 f"a mask of shape {tuple(attn_mask.shape)} does not broadcast to {whole_mask}: "
                 f"every rank passes the whole of it"
             )
+        here = f"attention2d: a mask of shape {tuple(attn_mask.shape)}"
+        mask = with_whole_grad(mask, (True, True), grid, here, of_user=in_graph())
         if mask.shape[2] != 1:
             mask = mask.narrow(2, sum(sizes[: grid.row.index]), sizes[grid.row.index])
     spec = Spec(

@@ -36,8 +36,8 @@ class Attention2D(GridStyle):
       gathered along ``tp_col``, once for all the projections.
     * Plain tensors (masks, rotary tables, position ids) are taken to cover all tokens and heads, as
       they are made from global shapes, and are narrowed to this row's tokens and this column's
-      heads (see ``whole_inputs``). The gradient of one that learns is therefore this rank's part:
-      sum it over the mesh, or pass a DTensor, whose gradient is whole.
+      heads (see ``whole_inputs``). The gradient of one that learns is whole too: the ranks' parts
+      of it are summed, unless what made the tensor sums them by itself.
     * A ``BlockMask`` of ``flex_attention`` is narrowed likewise, and its function is called with
       global indices. A ``score_mod`` is not: it sees this row's batch and this column's heads, both
       numbered from 0.
@@ -76,7 +76,9 @@ class Attention2D(GridStyle):
 
     Raises:
         ValueError: when applied, if the heads cannot be split; in forward, for shapes that do not
-            fit the tokens, and if the module computes its attention without
+            fit the tokens, for local hidden states that a style has handed out in another layout,
+            for a plain tensor that learns where nothing tells who sums its gradient (a compiled
+            graph), and if the module computes its attention without
             ``scaled_dot_product_attention`` where that would be wrong.
 
     Example::

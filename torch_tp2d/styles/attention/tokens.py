@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..._tracing import static
 from ...mesh.grid import describe_mesh
-from ...mesh.layouts import Layout, normalize
-from ..boundary import gather_for_module
+from ...mesh.handed import Handed, hand_out, made_of, said_of
+from ...mesh.layouts import TP_COL, TP_ROW, Layout, normalize
+from ..boundary import check_handed, gather_for_module
 from ..module_kinds import describe_module
 from .flex import Share, own_blocks
+from .side_grads import with_whole_grad
 
 if TYPE_CHECKING:
     from .runner import AttentionRunner
@@ -100,6 +103,7 @@ class Tokens:
             shape = tuple(x.shape) if x.device_mesh == self.grid.mesh else None
             x = x.to_local()
         else:
+            check_handed(x, self.declared, self.module, self.grid)
             layout = normalize(self.declared, x.ndim)
             x = self.grid.without_stand_in(x, layout)
         row = Shard(self.row_dim)
@@ -125,7 +129,17 @@ class Tokens:
             # Rows have different tokens and columns different heads, so the gradient is partial
             # along an axis that replicates the input.
             grads = [Partial() if p == Replicate() else p for p in (on_row, on_col)]
-            return x.to_local(grad_placements=grads if x.is_floating_point() else None)
+            local = x.to_local(grad_placements=grads if x.is_floating_point() else None)
+            if isinstance(on_row, Shard) and not local.shape[on_row.dim] and x.shape[on_row.dim]:
+                # For the stand-in token of an empty shard. In a bool mask it is seen.
+                one = [1 if d == on_row.dim else n for d, n in enumerate(local.shape)]
+                seen = local.new_full(one, local.dtype == torch.bool)
+                local = torch.cat([local, seen], on_row.dim)
+            return hand_out(local, Handed(axes=self.grid.axes, shares=frozenset((TP_ROW, TP_COL))))
+        if x.requires_grad:
+            self._check_samples(x, name)
+            partial = self._has_all(x, name, dims, on_row, on_col)
+            x = with_whole_grad(x, partial, self.grid, self._named(x, name))
         for axis, placement in ((self.grid.row, on_row), (self.grid.col, on_col)):
             if isinstance(placement, Shard):
                 sizes = axis.split(x.shape[placement.dim])
@@ -135,6 +149,69 @@ class Tokens:
                     start, count = 0, 1
                 x = x.narrow(placement.dim, start, count)
         return x
+
+    def _check_samples(self, x: Tensor, name: str) -> None:
+        """Refuse what a module has made for other samples than the hidden states', split by rows.
+
+        A table of relative positions looked up for ``[queries, keys]``, which the rows would share
+        out as if they were samples, would fit on some ranks and leave them waiting for the others.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        if self.row_dim == 1 or self.grid.row.size == 1:
+            return
+        for note in made_of(x):
+            by_rows = note.axes == self.grid.axes and note.layout and note.layout[0] == Shard(0)
+            if by_rows and note.sizes is not None and note.sizes[0] != self.extent(0):
+                raise ValueError(
+                    f"{self._named(x, name)} is made of {note.sizes} tokens, of which "
+                    f"{self.grid.row.name} gives each row its part of dim 0, but the hidden states "
+                    f"are {self.extent(0)} samples: give the module that makes it "
+                    f"output_layouts=(Replicate(), Replicate())"
+                )
+
+    def _has_all(
+        self,
+        x: Tensor,
+        name: str,
+        dims: Sequence[str | None],
+        on_row: Placement,
+        on_col: Placement,
+    ) -> tuple[bool, bool]:
+        """Along row and col, whether this rank uses a part of ``x``, of which it has all.
+
+        Raises:
+            ValueError: for one that may be a bias of the scores or the input of a projection.
+        """
+
+        def is_part(what: str, placement: Placement) -> bool:
+            return placement == Replicate() and what in dims and x.shape[dims.index(what)] != 1
+
+        row = not is_part("sequence" if self.row_dim else "batch", on_row)
+        col = not (is_part("heads", on_col) and self._splits_heads)
+        if x.ndim <= 3 and x.shape[-1] in self.runner.widths:
+            # The projection's style sums along the axes on which it is declared replicated.
+            row, col = isinstance(on_row, Shard), False
+            if said_of(x).layout is None and x.shape[-1] == self.lengths[1]:
+                raise ValueError(
+                    f"{self._named(x, name)} learns, and may be a bias of {self.lengths[1]} keys "
+                    f"or what a projection of {x.shape[-1]} features takes: pass a DTensor"
+                )
+        return row, col
+
+    @property
+    def _splits_heads(self) -> bool:
+        """Whether each column is given its own heads of a tensor that has all."""
+        heads = self.runner.heads
+        two_phase = self.row_dim == 1 and self.runner.algorithm == "two_phase"
+        return not two_phase and (heads is None or not heads.whole_query)
+
+    def _named(self, x: Tensor, name: str) -> str:
+        return (
+            f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name} of "
+            f"shape {tuple(x.shape)}"
+        )
 
     def _dims_by_sizes(self, x: Tensor, name: str) -> tuple[str | None, ...]:
         """What the dims of an input are that ``whole_inputs`` does not name.
@@ -207,9 +284,7 @@ class Tokens:
         if x.shape[dim] == 1:
             return Replicate()
         if what == "heads":
-            two_phase = self.runner.row_dim == 1 and self.runner.algorithm == "two_phase"
-            cuts = heads is not None and not heads.whole_query and not two_phase
-            whole = heads.query if heads is not None and cuts else None
+            whole = heads.query if heads is not None and self._splits_heads else None
             return Shard(dim) if x.shape[dim] == whole else Replicate()
         whole = self.extent(self.row_dim)
         if x.shape[dim] == whole:
