@@ -281,22 +281,3 @@ def test_rows_that_split_a_sequence_where_there_is_none(style: Callable[[], Any]
         return lambda: module(torch.ones(4, 8))
 
     refused((2, 1), ValueError, ("(4, 8)", "[batch, sequence, features]", "row_dim=0"), make)
-
-
-@pytest.mark.parametrize("mixes", [Colwise2D, Rowwise2D])
-def test_features_in_the_place_of_tokens(mixes: type[Colwise2D]) -> None:
-    """A column's features, as many as its tokens, were taken for these where code transposes.
-
-    In silence where that is so on every rank. Where it is on some, the others raised and left them
-    waiting.
-    """
-
-    def make() -> Callable[[], Any]:
-        mesh, up, mix = mesh_of(2, 2), nn.Linear(8, 8), nn.Linear(8, 8)
-        parallelize_module(up, mesh, Colwise2D(input_layouts=Replicate()))
-        parallelize_module(mix, mesh, mixes(input_layouts=Shard(1), output_layouts=Shard(1)))
-        features = up(torch.ones(2, 8, 8))
-        return lambda: mix(features.relu().transpose(1, 2))
-
-    words = ("Linear", "tp_row=2, tp_col=2", "(2, 4, 8)", "Shard(dim=1)", "output_layouts")
-    refused((2, 2), ValueError, words, make)

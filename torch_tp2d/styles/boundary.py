@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .._once import once_differentiable
 from .._tracing import in_graph
 from ..mesh.grid import Grid, Sizes, describe_mesh
-from ..mesh.handed import made_of, said_of
 from ..mesh.layouts import Layout, normalize, reduced
 from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
@@ -29,7 +28,6 @@ from ..runtime.reductions import of_pass
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .module_kinds import describe_module
-from .surroundings import splits_features
 from .twins import keep_twin, twin_of
 
 __all__ = ["Entry", "Exit", "dims_needed", "gather_for_module", "to_dtensor"]
@@ -218,34 +216,6 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
             f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
             f"use_local_output=False"
         )
-    if not _is_part_of_features(x, declared, grid):
-        return
-    raise ValueError(
-        f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
-        f"layout {declared}, but one of shape {tuple(x.shape)} was made of features that "
-        f"{grid.col.name} splits, and of nothing else: have the modules that gave them hand on all "
-        f"(output_layouts=Replicate()) or DTensors (use_local_output=False), or say that the last "
-        f"dim is a part, input_layouts=Shard(-1)"
-    )
-
-
-def _is_part_of_features(x: Tensor, declared: Layout, grid: Grid) -> bool:
-    """Whether a local tensor holds this column's features, though it is declared to hold all.
-
-    Its sizes may fit all the same: features of a rank may be as many as its tokens, which a
-    transpose puts in their place, and on some ranks alone.
-    """
-    if grid.col.size == 1 or declared[1] in (Shard(-1), Shard(x.ndim - 1)):
-        return False
-    if said_of(x).layout is not None:
-        return False
-    notes = made_of(x)
-    return bool(notes) and all(
-        note.layout is not None
-        and note.axes == grid.axes
-        and splits_features(normalize(note.layout, note.ndim)[1], note.ndim, x.ndim)
-        for note in notes
-    )
 
 
 class _Attach(torch.autograd.Function):
