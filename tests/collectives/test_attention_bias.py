@@ -170,7 +170,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 def _all(rows: int, columns: int, every: bool) -> dict[str, float]:
-    """The largest error of a gradient by case; each case with one or two of the styles, or with every."""
+    """The largest error of a gradient by case, with one or two styles of each, or with every."""
     worst, mesh = {}, grid_mesh(rows, columns)
     for n, (name, (tables, case)) in enumerate(CASES.items()):
         for m, (table, row_dim) in enumerate(product(tables, (0, 1))):

@@ -116,6 +116,10 @@ class Attention(_Brief):
     """Whether keys and values are of the other stream of tokens, where the model embeds."""
     dropout: bool = False
     """Whether attention weights are dropped, by the module's own call."""
+    table: str = ""
+    """How a table of biases by distance is held: whole, dtensor, local, heads or columns."""
+    one_for_all: bool = False
+    """Whether all heads have one bias."""
     up: How = How()
     down: How = How("rowwise")
 

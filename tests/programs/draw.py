@@ -91,6 +91,8 @@ def _attention(draw: Any, stream: str) -> Attention:
         fused=draw(_mostly(False, True)),
         cross=draw(_mostly(False, True)),
         dropout=draw(_mostly(False, True)),
+        table=draw(_mostly("", "whole", "dtensor", "local", "heads", "columns")),
+        one_for_all=draw(_mostly(False, True)),
         up=draw(_how(_COLWISE[:5])),
         down=draw(_how(("rowwise", "rowwise", "stock_rowwise", "block"))),
     )

@@ -138,7 +138,9 @@ class AttentionBody(nn.Module):
         self.q_norm = _rms_norm(self.head_dim) if normed else nn.Identity()
         self.k_norm = _rms_norm(self.head_dim) if normed else nn.Identity()
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         seen = x if memory is None else memory
         if self.fused:
             parts = self.qkv(x).chunk(3, -1)
@@ -149,9 +151,9 @@ class AttentionBody(nn.Module):
         if self.reference and self.dropout:
             y = self._dropped(q, k, v)
         else:
-            causal = self.causal and not self.cross
+            causal = self.causal and not self.cross and bias is None
             y = F.scaled_dot_product_attention(
-                q, k, v, None, self.dropout, causal, enable_gqa=self.groups
+                q, k, v, bias, self.dropout, causal, enable_gqa=self.groups
             )
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -179,6 +181,9 @@ class BlockModule(nn.Module):
         self.cross = getattr(block, "cross", False)
         self.drop = nn.Dropout(WholeDropout.p) if block.dropout and not self.cross else None
         self.norm = _norm(block.norm, hidden)
+        self.table = None
+        if isinstance(block, Attention) and block.table:
+            self.table = nn.Embedding(LONGEST + 1, 1 if block.one_for_all else block.heads)
         self.residual = block.residual
         self.pooled = getattr(block, "pooled", "")
         self.squeeze = nn.Linear(hidden, hidden) if self.pooled else None
@@ -190,7 +195,10 @@ class BlockModule(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         y = x if self.norm is None else self.norm(x)
-        y = self.body(y, memory) if self.cross else self.body(y)
+        if self.table is not None:
+            y = self.body(y, None, self._bias(x.shape[1]))
+        else:
+            y = self.body(y, memory) if self.cross else self.body(y)
         if self.drop is not None:
             y = self.drop(y)
         if self.squeeze is not None and x.ndim == 3:
@@ -199,6 +207,12 @@ class BlockModule(nn.Module):
         if self.mix is not None:
             return self.mix(x=x, y=y) if self.keyword else self.mix(x, y)
         return x + y if self.residual else y
+
+    def _bias(self, length: int) -> Tensor:
+        assert self.table is not None
+        at = torch.arange(length)
+        apart = (at[:, None] - at).clamp(-(LONGEST // 2), LONGEST // 2) + LONGEST // 2
+        return self.table(apart).permute(2, 0, 1)[None]
 
 
 class Scaled(nn.Embedding):

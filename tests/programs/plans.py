@@ -83,6 +83,12 @@ def settled(model: Model, fsdp: bool) -> Model:
             whole = not model.row_dim
             cross = block.cross and model.embed is not None and (whole or not model.local)
             block = replace(block, fused=block.fused and whole, cross=cross)
+            # Tables are for Attention2D, by which a model of local tokens does not say its length.
+            ours = block.plan == "attention2d" and model.axes == "tp_col" and not model.local
+            if not ours or block.fused or cross or (not model.embed and model.apply == "torch"):
+                block = replace(block, table="")
+            if block.table:
+                block = replace(block, dropout=False)
             if block.dropout and (model.row_dim or model.apply == "torch"):
                 # Of a module's own call, only Attention2D and our parallelize_module know.
                 ours = block.plan == "attention2d" and model.axes == "tp_col"
@@ -227,6 +233,8 @@ class Plan:
             self._attention(f"{name}.body", block, layout, normed)
             if block.dropout and not block.cross:
                 self._declare_dropout(f"{name}.drop", "declared", stream)
+            if block.table:
+                self.entries[f"{name}.table"] = self._table(block)
             return
         body, between = f"{name}.body", block.between
         after = block.after if stream in _SIMPLE and block.after else stream
@@ -378,6 +386,20 @@ class Plan:
                 self.entries[f"{name}.{part}_norm"] = torch_tp2d.Replicate(
                     input_layouts=heads, row_dim=row_dim
                 )
+
+    def _table(self, block: Attention) -> Any:
+        whole = Replicate(), Replicate()
+        if block.table in ("whole", "dtensor"):
+            local = block.table == "whole"
+            return torch_tp2d.Replicate(
+                output_layouts=whole, use_local_output=local, row_dim=self.model.row_dim
+            )
+        if block.table == "columns":
+            return Colwise2D(output_layouts=whole, row_dim=self.model.row_dim)
+        # Two-phase attention takes a bias of all heads.
+        of_all = block.one_for_all or (self.model.row_dim and block.algorithm == "two_phase")
+        splits = block.table == "heads" and not of_all and not block.heads % self.columns
+        return Local2D(params={"weight": Shard(1)} if splits else None)
 
     def _algorithm(self, algorithm: str) -> str:
         oblong = self.grid[0] != self.grid[1]

@@ -86,6 +86,20 @@ def test_more_random_programs_on_larger_grids(worlds: Worlds) -> None:
 
 
 FOUND = {
+    # A table that is whole on every rank got the gradient of one column's heads, in silence.
+    "a table of biases": """
+        Program(grid=(2, 2), models=(Model(local=False, blocks=(Attention(table='whole'),)),))
+    """,
+    # torch leaves a bias out of the graph of an empty output; the others waited for its gradient.
+    "a table of biases where a row has no samples": """
+        Program(grid=(2, 2), models=(Model(local=False, blocks=(Attention(table='whole',
+        norm=Norm(style='sequence')),)),), use=(Op(size=(1, 0)), Op('backward', last=True)))
+    """,
+    # torch's error of operators that a recomputation adds: the first copy of what is kept.
+    "micro-batches that begin between a forward with selective checkpointing and its backward": """
+        Program(grid=(4, 1), models=(Model(local=False, row_dim=1, blocks=(Attention(),)),),
+        use=(Op(size=(3, 8), mode='selective'), Op('hold'), Op('backward', last=True)))
+    """,
     # A row without input features had an error in sizes worked out of nothing; the others hung.
     "a fused projection of fewer features than rows": """
         Program(grid=(2, 2), models=(Model(hidden=1, blocks=(Mlp(fused=True),)),), use=(Op(),))

@@ -63,9 +63,10 @@ class Call:
         in_rows = runner.row_dim == 1
         plain = not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1)
         if plain and not dropout_p:
-            return F.scaled_dot_product_attention(
+            out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+            return _with_mask_in_graph(out, attn_mask)
         if any(x.ndim != 4 for x in (query, key, value)):
             raise self.refuse(
                 f"attention across the grid takes [batch, heads, sequence, features], but got a "
@@ -295,6 +296,16 @@ class Call:
         if mask.shape[-2] == queries != 1:
             return mask.narrow(-2, sum(sizes[:index]), sizes[index])
         return mask if sizes[index] or mask.shape[-2] != 1 else mask.narrow(-2, 0, 0)
+
+
+def _with_mask_in_graph(out: Tensor, mask: Tensor | None) -> Tensor:
+    """An output of which a bias that learns is a part, though this rank has no samples.
+
+    torch leaves it out of the graph of an empty output, and its backward sends.
+    """
+    if mask is None or not mask.requires_grad or out.numel():
+        return out
+    return out + mask.flatten()[:0].sum()
 
 
 def _whole_heads(out: Tensor, heads: Heads) -> Tensor:
