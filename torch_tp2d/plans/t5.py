@@ -98,6 +98,8 @@ class RelativeAttention2D(Attention2D):
         >>> plan["encoder.block.*.layer.0.SelfAttention"] = RelativeAttention2D(num_heads=8)
     """
 
+    summed_inputs = frozenset(("position_bias",))
+
     def check_positions(self, module: nn.Module, grid: Grid) -> None:
         """Accept any layout of the positions in which the attention itself is right.
 

@@ -85,6 +85,8 @@ class Context:
         """Gathered inputs, for other modules that are given the same tensor."""
         self.twins = TensorMemo()
         """What styles use instead of an input that was gathered for a module around them."""
+        self.whole_leaves = WeakIdKeyDictionary()
+        """The user's own tensors whose gradients attention sums, to be known in a recomputation."""
         self.compared: WeakSet[nn.Module] = WeakSet()
         """Modules whose inputs from outside the plan were compared over the mesh rows."""
         self.backwards: dict[int, Backward] = {}

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..._tracing import in_graph
 from ...comm import move
 from ...mesh.grid import describe_mesh
+from ...mesh.handed import notes_of
 from ...ops.attention import Heads, Order, Spec, gathered, ring
 from ...ops.attention.block import attend_to_all, repeat_heads
 from ...ops.dropout import dropout
 from ..masks import next_key
 from ..module_kinds import describe_module
 from .blocks import SEQUENCE, two_phase_on
-from .side_grads import with_whole_grad
+from .side_grads import check_rows, with_whole_grad
 from .tokens import Tokens
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Call:
         if attn_mask is not None and is_causal:
             raise self.refuse("attention takes an explicit mask or is_causal, not both")
         if attn_mask is not None and attn_mask.requires_grad:
-            attn_mask = self._with_whole_grad(attn_mask, query, heads)
+            attn_mask = self._with_whole_grad(attn_mask, heads)
         in_rows = runner.row_dim == 1
         plain = not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1)
         if plain and not dropout_p:
@@ -99,22 +100,22 @@ class Call:
             out = _whole_heads(out, heads)
         return out if shape == query.shape else out.reshape(*shape[:-1], out.shape[-1])
 
-    def _with_whole_grad(self, mask: Tensor, query: Tensor, heads: Heads | None) -> Tensor:
+    def _with_whole_grad(self, mask: Tensor, heads: Heads | None) -> Tensor:
         """A bias that learns and was made inside the module: one of its arguments has it already.
 
         In a graph nothing tells what it was made of. There one of this column's heads is left as it
         is: a module inside that made it so, such as a table split by heads, sums over the rows.
         """
-        dim = -2 if self.runner.row_dim else -4
-        samples = mask.shape[dim] if mask.ndim >= -dim else 1
         count = mask.shape[-3] if mask.ndim > 2 else 1
         # One head may be this column's only one, or for all heads: what it was made of tells.
         own_heads = count > 1 and (heads is None or count == heads.given != heads.query)
-        if isinstance(mask, DTensor) or (own_heads and in_graph()):
+        # What no style has made is nobody's: T5 makes zeros that learn, for checkpointing.
+        of_style = in_graph() or bool(notes_of(mask)[0])
+        if isinstance(mask, DTensor) or not of_style or (own_heads and in_graph()):
             return mask
-        own_row = samples > 1 and samples == query.shape[dim]
         here = f"{self._here}: a mask of shape {tuple(mask.shape)}"
-        return with_whole_grad(mask, (not own_row, not own_heads), self.grid, here)
+        check_rows(mask, self.grid, here)
+        return with_whole_grad(mask, (False, not own_heads), self.grid, here)
 
     def _dropout(self, p: float, heads: Heads) -> Callable[[Tensor], Tensor]:
         """Dropout of the attention weights ``[batch, heads, queries, keys]`` of this rank."""

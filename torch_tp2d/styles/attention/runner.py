@@ -39,6 +39,7 @@ class AttentionRunner(Runner):
             self.algorithm = "local" if style.row_dim == 0 else "ring"
         self.balanced = style.balanced
         self.whole_inputs = style.whole_inputs
+        self.summed_inputs = style.summed_inputs
         self.own_parameters = tuple(style.own_parameters)
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

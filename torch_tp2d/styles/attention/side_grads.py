@@ -16,8 +16,9 @@ from ...mesh.axes import names_of, on_mesh
 from ...mesh.grid import Grid
 from ...mesh.handed import Handed, hand_out, notes_of, said_of
 from ...mesh.layouts import TP_COL, TP_ROW, normalize
+from ...runtime.context import Context, in_backward
 
-__all__ = ["with_whole_grad"]
+__all__ = ["check_rows", "with_whole_grad"]
 
 _WHOLE = Replicate(), Replicate()
 
@@ -35,7 +36,8 @@ def with_whole_grad(
 
     Raises:
         ValueError: where it cannot be told whether the modules that ``x`` was made by sum the
-            gradients that they are given: in a compiled graph, and for modules that differ.
+            gradients that they are given: in a compiled graph, in what reentrant checkpointing
+            runs again, and for modules that differ.
     """
     both = zip(partial, (grid.row, grid.col), strict=True)
     wanted = [one and axis.size > 1 for one, axis in both]
@@ -43,7 +45,7 @@ def with_whole_grad(
         return x
     names = names_of(grid.axes)
     asked = frozenset[str]().union(*(of for of, one in zip(names, wanted, strict=True) if one))
-    done = frozenset[str]() if of_user else _summed_behind(x, asked, here)
+    done = frozenset[str]() if of_user else _summed_behind(x, asked, grid.context, here)
     row, col = (one and not of <= done for one, of in zip(wanted, names, strict=True))
     if not (row or col):
         return x
@@ -62,7 +64,26 @@ def with_whole_grad(
     return shared
 
 
-def _summed_behind(x: Tensor, asked: frozenset[str], here: str) -> frozenset[str]:
+def check_rows(mask: Tensor, grid: Grid, here: str) -> None:
+    """Refuse a mask whose gradient is to be summed over the rows, but only where it is made.
+
+    It may have been combined with masks of this row's samples, of which each row has others.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    rows, _ = names_of(grid.axes)
+    if grid.row.size == 1 or not (mask.requires_grad and torch.is_grad_enabled()) or in_graph():
+        return
+    if not rows <= _summed_behind(mask, rows, grid.context, here):
+        raise ValueError(
+            f"{here} learns, and was made in the module by one that takes the same gradient on "
+            f"every row, where each row has a part of it: make it outside of the module, or give "
+            f"the one that makes it grad_layouts that are Partial() along {grid.row.name}"
+        )
+
+
+def _summed_behind(x: Tensor, asked: frozenset[str], context: Context, here: str) -> frozenset[str]:
     """Those of the mesh axes along which the styles that ``x`` was made by sum its gradient.
 
     None for what no style has made: it is the user's own, and whole.
@@ -76,6 +97,14 @@ def _summed_behind(x: Tensor, asked: frozenset[str], here: str) -> frozenset[str
             f"gradient is summed over the ranks: pass a DTensor (use_local_output=False for the "
             f"module that makes it), or leave this module out of torch.compile"
         )
+    if in_backward() and x.is_leaf and x not in context.whole_leaves:
+        raise ValueError(
+            f"{here} learns, and reentrant checkpointing hands on another tensor, which does not "
+            f"tell what it was made of, by which its gradient is summed over the ranks: use "
+            f"checkpoint(..., use_reentrant=False)"
+        )
+    if x.is_leaf:
+        context.whole_leaves[x] = None
     notes, complete = notes_of(x)
     told = {asked & _summed_by(note, note.ndim) for note in notes}
     if len(told) > 1 or not complete:

@@ -91,6 +91,8 @@ class Attention2D(GridStyle):
     """
 
     places_inside = False
+    summed_inputs: frozenset[str] = frozenset()
+    """Arguments that a style has made which sums their gradients itself."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..._tracing import static
 from ...mesh.grid import describe_mesh
-from ...mesh.handed import Handed, hand_out, made_of, said_of
+from ...mesh.handed import Handed, hand_out, made_of, notes_of, said_of
 from ...mesh.layouts import TP_COL, TP_ROW, Layout, normalize
 from ..boundary import check_handed, gather_for_module
 from ..module_kinds import describe_module
@@ -135,8 +135,10 @@ class Tokens:
                 one = [1 if d == on_row.dim else n for d, n in enumerate(local.shape)]
                 seen = local.new_full(one, local.dtype == torch.bool)
                 local = torch.cat([local, seen], on_row.dim)
-            return hand_out(local, Handed(axes=self.grid.axes, shares=frozenset((TP_ROW, TP_COL))))
-        if x.requires_grad:
+            return self._as_partial(local)
+        if x.requires_grad and name in self.runner.summed_inputs:
+            x = self._as_partial(x.view_as(x))
+        elif x.requires_grad:
             self._check_samples(x, name)
             partial = self._has_all(x, name, dims, on_row, on_col)
             x = with_whole_grad(x, partial, self.grid, self._named(x, name))
@@ -149,6 +151,10 @@ class Tokens:
                     start, count = 0, 1
                 x = x.narrow(placement.dim, start, count)
         return x
+
+    def _as_partial(self, x: Tensor) -> Tensor:
+        """Note of ``x`` that the gradient which it is given may be this rank's part."""
+        return hand_out(x, Handed(axes=self.grid.axes, shares=frozenset((TP_ROW, TP_COL))))
 
     def _check_samples(self, x: Tensor, name: str) -> None:
         """Refuse what a module has made for other samples than the hidden states', split by rows.
@@ -189,6 +195,11 @@ class Tokens:
             return placement == Replicate() and what in dims and x.shape[dims.index(what)] != 1
 
         row = not is_part("sequence" if self.row_dim else "batch", on_row)
+        if not row and not notes_of(x)[0] and said_of(x).layout is None:
+            raise ValueError(
+                f"{self._named(x, name)} learns, and is of this row's tokens, though no module of "
+                f"the plan has made it: pass it whole, or a DTensor"
+            )
         col = not (is_part("heads", on_col) and self._splits_heads)
         if x.ndim <= 3 and x.shape[-1] in self.runner.widths:
             # The projection's style sums along the axes on which it is declared replicated.
