@@ -195,7 +195,8 @@ class Tokens:
             return placement == Replicate() and what in dims and x.shape[dims.index(what)] != 1
 
         row = not is_part("sequence" if self.row_dim else "batch", on_row)
-        if not row and not notes_of(x)[0] and said_of(x).layout is None:
+        unsaid = said_of(x).layout is None
+        if not row and self.grid.row.size > 1 and unsaid and not notes_of(x)[0]:
             raise ValueError(
                 f"{self._named(x, name)} learns, and is of this row's tokens, though no module of "
                 f"the plan has made it: pass it whole, or a DTensor"
