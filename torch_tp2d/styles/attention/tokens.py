@@ -135,7 +135,7 @@ class Tokens:
                 one = [1 if d == on_row.dim else n for d, n in enumerate(local.shape)]
                 seen = local.new_full(one, local.dtype == torch.bool)
                 local = torch.cat([local, seen], on_row.dim)
-            return self._as_partial(local)
+            return self._as_partial(local) if local.requires_grad else local
         if x.requires_grad and name in self.runner.summed_inputs:
             x = self._as_partial(x.view_as(x))
         elif x.requires_grad:
