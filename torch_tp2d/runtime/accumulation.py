@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch_compat import disable_current_modes, local_tensor, parameters_of
+from .._torch_compat import local_tensor, parameters_of
 from ..comm import Pending
 from .unseen import UnseenChanges
 from .versions import copy_to_compare, same_bits, versions
@@ -103,9 +103,7 @@ class Accumulation:
             return
         if parameters_of(module).get("weight") is not param:
             return
-        # Hidden from selective checkpointing, whose recomputation may be the first to keep it.
-        with disable_current_modes():
-            values = copy_to_compare(local_tensor(param).detach())
+        values = copy_to_compare(local_tensor(param).detach())
         self._weights[key] = _Weight(param, versions(param), values, gathered)
 
     def keep_gradient(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import active_fake_mode, local_tensor, version
+from .._torch_compat import active_fake_mode, disable_current_modes, local_tensor, version
 
 __all__ = ["VersionGuard", "copy_to_compare", "same_bits", "versions"]
 
@@ -30,8 +30,11 @@ def copy_to_compare(x: Tensor) -> Tensor | None:
 
     On devices other than a CPU comparing would synchronize the stream. Fake tensors have no values.
     """
-    looks = x.device.type == "cpu" and active_fake_mode() is None
-    return x.clone() if looks else None
+    if x.device.type != "cpu" or active_fake_mode() is not None:
+        return None
+    # Hidden from selective checkpointing, whose recomputation may be the first to copy.
+    with disable_current_modes():
+        return x.clone()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
