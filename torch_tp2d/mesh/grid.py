@@ -139,15 +139,6 @@ class Grid:
             return col, row
         return (Replicate(), col) if row == col else None
 
-    def shares(self, x: Tensor) -> tuple[bool, bool]:
-        """Along row and col, whether ranks that hold the same of ``x`` have partial gradients.
-
-        Each column uses only some of the key heads where these do not divide by the columns, and
-        each row adds the positions to its own tokens only.
-        """
-        on_row, on_col = (not names.isdisjoint(said_of(x).shares) for names in names_of(self.axes))
-        return self.row.size > 1 and on_row, self.col.size > 1 and on_col
-
     def misfit(self, x: Tensor, declared: Layout) -> tuple[Layout, Layout] | None:
         """The layouts ``(handed, declared)``, if a style has handed ``x`` out in another one.
 
@@ -290,7 +281,8 @@ class Grid:
                 tokens = tokens.narrow(dim, 0, 0)
         if tokens is x:
             return x
-        told = Handed(self.sizes_of(x), layout, x.ndim, self.axes, known, said_of(x).shares)
+        said = said_of(x)
+        told = Handed(said.sizes, layout, x.ndim, self.axes, known, said.shares, by=said.by)
         return hand_out(tokens, told)
 
     def with_stand_in(
@@ -301,6 +293,7 @@ class Grid:
         *,
         given: Tensor | None = None,
         shares: tuple[bool, bool] = (False, False),
+        by: str = "",
     ) -> Tensor:
         """Prepare a local tensor for the user's code between two styles.
 
@@ -314,7 +307,9 @@ class Grid:
             given: what ``x`` was made of. If that is local it may come from a style on other axes:
                 then a stand-in may be due along the columns too, and a dim that is empty in
                 ``given`` stays empty in ``x``.
-            shares: along row and col, see :meth:`shares`.
+            shares: along row and col, whether the gradient that it is given may be this rank's
+                part, where it is whole.
+            by: names who hands it out, for messages.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
@@ -330,7 +325,7 @@ class Grid:
                 x = torch.cat([x, x.new_zeros(shape)], dim)
         named = (names for names, one in zip(names_of(self.axes), shares, strict=True) if one)
         told = frozenset().union(*named)
-        return hand_out(x, Handed(sizes, layout, x.ndim, self.axes, known, told))
+        return hand_out(x, Handed(sizes, layout, x.ndim, self.axes, known, told, by=by))
 
     def redistribute(
         self,

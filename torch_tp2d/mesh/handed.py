@@ -33,6 +33,8 @@ class Handed(NamedTuple):
     It is made of parameters that are split there, or whose gradients are summed there. A layout
     would not tell: a table of biases holds no tokens.
     """
+    by: str = ""
+    """The module that handed it out, for messages."""
 
 
 _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
@@ -72,6 +74,7 @@ def said_of(x: Tensor) -> Handed:
     return Handed() if found is None else found
 
 
+_PACKAGE = __name__.partition(".")[0]
 _NODES = 200
 """The most autograd nodes to visit: more than a rotary embedding and a norm of heads have."""
 
@@ -81,11 +84,14 @@ def made_of(x: Tensor) -> list[Handed]:
     return [note for note in notes_of(x)[0] if note.layout is not None]
 
 
-def notes_of(x: Tensor) -> tuple[list[Handed], bool]:
+def notes_of(x: Tensor, *, beyond_functions: bool = True) -> tuple[list[Handed], bool]:
     """What :func:`hand_out` noted of the tensors from which the user's code has made ``x``.
 
     They are found through the autograd graph, so none are where no graph is recorded, and none
     under ``torch.compile``.
+
+    Args:
+        beyond_functions: look beyond autograd Functions that are not this package's, as well.
 
     Returns:
         The notes, and whether the whole graph was looked through.
@@ -108,9 +114,15 @@ def notes_of(x: Tensor) -> tuple[list[Handed], bool]:
         if node.name() in _HANDS_ON:
             # Only this output's input: the node's others are other arguments of the module.
             edges.append(node.next_functions[index])
-        else:
+        elif beyond_functions or not _is_foreign(node):
             edges.extend(node.next_functions)
     return found, not edges
+
+
+def _is_foreign(node: Any) -> bool:
+    """Whether a node is of an autograd Function of the user's, or of torch's in Python."""
+    function = getattr(node, "_forward_cls", None)
+    return function is not None and not function.__module__.startswith(_PACKAGE)
 
 
 def tokens_told(x: Tensor) -> Sizes | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from .._torch_compat import (
     dispatch_modes,
     root_mesh,
 )
-from ..mesh.layouts import describe_mesh
+from ..mesh.layouts import Layout, describe_mesh
 from .accumulation import Accumulation
 from .unseen import UnseenChanges
 from .versions import versions
@@ -89,6 +89,8 @@ class Context:
         """The user's own tensors whose gradients attention sums, to be known in a recomputation."""
         self.compared: WeakSet[nn.Module] = WeakSet()
         """Modules whose inputs from outside the plan were compared over the mesh rows."""
+        self.followed: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()
+        """Modules, and layouts, of which it was looked up what their local inputs are made of."""
         self.backwards: dict[int, Backward] = {}
         """The running backward passes, by autograd's graph task id."""
         self.in_attention = False

@@ -16,6 +16,7 @@ from ..mesh.handed import made_of
 from ..mesh.layouts import Layout, normalize
 from .boundary import to_dtensor
 from .compared_inputs import facts_of_all
+from .gradient_parts import check_split, parts_kept
 from .module_kinds import describe_module
 
 __all__ = ["WrittenInto", "beside"]
@@ -45,12 +46,7 @@ def beside(
     here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
     handed = grid.handed(value)
     if handed is not None:
-        if any(grid.shares(value)):
-            raise ValueError(
-                f"{here} is given a local tensor of shape {tuple(value.shape)} whose gradient is a "
-                f"share of each rank's, as that of positions is, beside its input: hand it on as a "
-                f"DTensor (use_local_output=False), or add it before the module"
-            )
+        _check_gradient(value, handed, module, grid)
         return to_dtensor(value, handed, grid)
     mine = tuple((given if not isinstance(given, DTensor) else local_tensor(x)).shape)
     layout = normalize(layout, x.ndim)
@@ -82,12 +78,24 @@ def beside(
         return to_dtensor(value, (Replicate(), Replicate()), grid, value.shape)
     if not tokens:
         return value
+    _check_gradient(value, layout, module, grid)
     value = grid.without_stand_in(value, layout)
     if not alike:
         row, col = (Replicate() if p == Shard(x.ndim - 1) else p for p in layout)
         return to_dtensor(value, (row, col), grid, x.shape[:-1])
     width = x.shape[-1] if value.shape[-1] == mine[-1] else value.shape[-1]
     return to_dtensor(value, layout, grid, (*x.shape[:-1], width))
+
+
+def _check_gradient(value: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> None:
+    """Refuse a local tensor whose gradient a DTensor made of it would not be.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    layout = normalize(layout, value.ndim)
+    check_split([value], layout, module, grid)
+    parts_kept(value, layout, None, module, grid)
 
 
 class WrittenInto:

@@ -17,20 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._once import once_differentiable
 from .._tracing import in_graph
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
 from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
-from ..runtime.deferred import Gathering, Transfer
 from ..runtime.reductions import of_pass
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
+from .gradient_parts import check_split, parts_asked
 from .module_kinds import describe_module
-from .twins import keep_twin, twin_of
+from .twins import twin_of
 
-__all__ = ["Entry", "Exit", "dims_needed", "gather_for_module", "to_dtensor"]
+__all__ = ["Entry", "Exit", "check_handed", "dims_needed", "shards_of", "to_dtensor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +115,7 @@ class Entry:
 def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Tensor | Shared:
     grid, declared, wanted = entry.grid, entry.declared, entry.wanted
     features, whole_grad = entry.features, entry.whole_grad
-    given, shape, own_account = x, None, [False, False]
+    given, shape, own_account = x, None, (False, False)
     if isinstance(x, DTensor):
         x = canonical(x, sums=True)
         declared = normalize(grid.layout(x, entry.row_dim), x.ndim)
@@ -124,10 +123,11 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
             shape = tuple(x.shape)
         if x.device_mesh == grid.mesh and x.is_floating_point():
             # A DTensor can carry a partial gradient, so no collective is needed for it here.
-            own_account = [
+            own_row, own_col = (
                 isinstance(have, Replicate) and isinstance(want, Replicate) and not whole_grad
                 for have, want in zip(declared, wanted, strict=True)
-            ]
+            )
+            own_account = own_row, own_col
             on_row, on_col = (
                 Partial() if own else placement
                 for own, placement in zip(own_account, reduced(declared), strict=True)
@@ -137,7 +137,10 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
             x = x.to_local()
     else:
         check_handed(x, declared, module, grid)
+        own_account = parts_asked(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
+        if any(own_account):
+            x, declared = _with_own_parts(x, entry, own_account, module)
     declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
     if declared == wanted:
         twin = twin_of(given, declared, grid.context)
@@ -151,7 +154,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
     in_rounds = pipelined and by_rows and declared[0] == wanted[0]
     if in_graph() and in_rounds and col_grad and grid.col.size > 1:
-        return Shared(x, _shards(x, declared, grid, features, shape, fuses=entry.fuses))
+        return Shared(x, shards_of(x, declared, grid, features, shape, fuses=entry.fuses))
     shares = (
         col_grad
         and (grid.col.size > 1 or declared[0] != wanted[0])
@@ -171,7 +174,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         if shared is not None:
             return shared
     if in_rounds and shares:
-        shards = _shards(x, declared, grid, features, shape, fuses=entry.fuses)
+        shards = shards_of(x, declared, grid, features, shape, fuses=entry.fuses)
         result = gather(x, shards, grid.context)
     else:
         result = grid.redistribute(
@@ -182,7 +185,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     return result
 
 
-def _shards(
+def shards_of(
     x: Tensor,
     layout: Layout,
     grid: Grid,
@@ -200,8 +203,43 @@ def _shards(
     return Shards(col.dim, grid.col.split(extent), grid.fused_col if fuses else grid.col)
 
 
+def _with_own_parts(
+    x: Tensor, entry: Entry, parts: tuple[bool, bool], module: nn.Module
+) -> tuple[Tensor, Layout]:
+    """What the op takes of an input whose maker sums the ranks' parts of its gradient.
+
+    Returns:
+        This rank's part, where the op takes one, and the layout.
+
+    Raises:
+        ValueError: where the op gives a whole gradient, or splits a dim that is split already.
+    """
+    grid = entry.grid
+    declared, wanted = normalize(entry.declared, x.ndim), normalize(entry.wanted, x.ndim)
+    have = list(declared)
+    for at, axis in enumerate((grid.row, grid.col)):
+        want = wanted[at]
+        if not parts[at]:
+            continue
+        if entry.whole_grad or (isinstance(want, Shard) and at == 0 and have[1] == want):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is given a local "
+                f"tensor of shape {tuple(x.shape)} in layout {declared}, whose gradient its maker "
+                f"sums along {axis.name}: hand it on as a DTensor (use_local_output=False)"
+            )
+        if isinstance(want, Shard):
+            sizes = axis.split(x.shape[want.dim])
+            # Its gradient is zero elsewhere, and is not gathered.
+            x = x.narrow(want.dim, sum(sizes[: axis.index]), sizes[axis.index])
+            have[at] = want
+    return x, (have[0], have[1])
+
+
 def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> None:
     """Refuse a local tensor that a style has handed out in another layout than is declared.
+
+    And one that is made of what was whole where it is split itself, see
+    :func:`~torch_tp2d.styles.gradient_parts.check_split`.
 
     Raises:
         ValueError: on every rank alike.
@@ -216,75 +254,7 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
             f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
             f"use_local_output=False"
         )
-
-
-class _Attach(torch.autograd.Function):
-    """Makes a gathered value that of ``x`` in the graph, with a replicated gradient.
-
-    Since every rank has the full gradient, backward only takes this rank's shard of it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, shards: Shards) -> Tensor:
-        ctx.shards = shards
-        return Gathering(whole.transfer) if isinstance(whole, Gathering) else whole.view_as(whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dim, sizes, axis = ctx.shards
-        start = sum(sizes[: axis.index])
-        return grads[0].narrow(dim, start, sizes[axis.index]).contiguous(), None, None
-
-
-def gather_for_module(
-    x: Tensor, declared: Layout, grid: Grid, shape: Sequence[int] | None = None
-) -> Tensor:
-    """Gather an input along ``tp_col`` for a module of the user's, as a local tensor.
-
-    A 2-D style inside that is given this very tensor takes its twin instead
-    (:mod:`~torch_tp2d.styles.twins`), whose gradients add up locally and go back in one
-    reduce-scatter.
-    """
-    declared = normalize(declared, x.ndim)
-    wanted = declared[0], Replicate()
-    sizes = grid.sizes_of(x) if shape is None else tuple(shape[:-1])
-    if grid.col.size == 1 or not isinstance(declared[1], Shard):
-        whole = grid.redistribute(x, declared, wanted, shape=shape)
-        return grid.with_stand_in(whole, wanted, sizes)
-    # Whether a Linear inside fuses its gather is not known here, but only whether any Linear does.
-    shards = _shards(x, declared, grid, None, shape, fuses=grid.context.fuses)
-    if shards.dim == x.ndim - 1:
-        return _gather_features_for_module(x, declared, grid, shards, shape)
-    if in_graph():
-        # The graph waits for the twin where that is multiplied, and for this tensor only if the
-        # module's own code reads it. Both come from the same gather.
-        whole = Transfer(x, *shards).value(if_used=True)
-    else:
-        whole = Gathering(Transfer(x, *shards))
-    learns = torch.is_grad_enabled() and x.requires_grad
-    result = grid.with_stand_in(_Attach.apply(x, whole, shards) if learns else whole, wanted, sizes)
-    if in_graph():
-        keep_twin(result, wanted, Shared(x, shards), grid.context)
-    elif learns:
-        keep_twin(result, wanted, gather(x, shards, grid.context, whole), grid.context)
-    return result
-
-
-def _gather_features_for_module(
-    x: Tensor, declared: Layout, grid: Grid, shards: Shards, shape: Sequence[int] | None
-) -> Tensor:
-    """:func:`gather_for_module` for split features, which no product takes piece by piece."""
-    wanted = declared[0], Replicate()
-    if shape is None:
-        features = sum(shards.sizes)
-        shape = (*grid.shape_of(x, declared, features)()[:-1], features)
-    twin = grid.redistribute(x, declared, wanted, shape=shape, partial_grad=(False, True))
-    result = _Attach.apply(x, twin.detach(), shards)
-    result = grid.with_stand_in(result, wanted, tuple(shape[:-1]))
-    if twin.requires_grad:
-        keep_twin(result, wanted, twin, grid.context)
-    return result
+    check_split([x], normalize(declared, x.ndim), module, grid)
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,6 +268,7 @@ class Exit:
         use_local_output: hand on the local shard, else a DTensor of the global shape.
         grad_layouts: where this is Partial and ``wanted`` Replicate, the gradient of a local
             output is partial, and is summed.
+        by: the module, for messages.
     """
 
     grid: Grid
@@ -306,6 +277,7 @@ class Exit:
     features: int
     use_local_output: bool
     grad_layouts: Layout | None = None
+    by: str = ""
 
     def output(self, y: Tensor, sizes: Sizes | None, have: Layout | None = None) -> Tensor:
         """A local result as the module's output.
@@ -328,7 +300,7 @@ class Exit:
             y, src, wanted, features=features, shape=shape, partial_grad=(shares[0], shares[1])
         )
         if self.use_local_output:
-            return grid.with_stand_in(y, wanted, sizes, shares=(shares[0], shares[1]))
+            return grid.with_stand_in(y, wanted, sizes, shares=(shares[0], shares[1]), by=self.by)
         return to_dtensor(y, wanted, grid, shape, features)
 
 

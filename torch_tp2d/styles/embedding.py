@@ -63,7 +63,8 @@ class EmbeddingRunner(Runner):
         grad_layouts: Layout | None,
     ) -> None:
         self.style = style
-        self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
+        self.by = describe_module(module)
+        self.here = f"{self.by} on mesh {describe_mesh(grid.mesh)}"
         self.grid = grid
         self.row_dim = row_dim
         self.does_more = not is_embedding(module)
@@ -218,7 +219,7 @@ class EmbeddingRunner(Runner):
         if grads is None and isinstance(wanted[0], Replicate):
             # Every row adds a replicated output to its own tokens, so its gradient is partial.
             grads = Partial(), wanted[1]
-        return Exit(self.grid, have, wanted, self.hidden, local, grads)
+        return Exit(self.grid, have, wanted, self.hidden, local, grads, self.by)
 
 
 class _LookUp(TorchFunctionMode):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +14,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .. import debug
 from .._torch_compat import tree_leaves, tree_map_only
+from ..mesh.axes import names_of
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, hand_out, said_of
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
 from .base import AS_INPUT, GridStyle, LayoutLike, Resolved, Runner
 from .boundary import check_handed, to_dtensor
+from .gradient_parts import check_split, parts_asked
 from .local_math import run_locally
 from .masks import Masks
+from .mixed_tokens import refusing_mixed
 from .module_kinds import describe_module
 from .own_dropout import OwnDropout
 from .surroundings import UNKNOWN, layout_made_of, tokens_by_sizes
@@ -132,12 +134,17 @@ class Local2D(GridStyle):
         )
 
 
+_NEITHER = False, False
+
+
 class _Call(NamedTuple):
     """What is known of one call of the module."""
 
     x: Tensor | None
     """The tensor that the layouts describe, as it was given."""
     layout: Layout
+    parts: tuple[bool, bool]
+    """Along row and col, whether the maker of the tensor sums its gradient."""
     sees_shares: bool
     """Whether the columns see different tokens, features or heads."""
     batch: int | None
@@ -151,7 +158,8 @@ class _LocalRunner(Runner):
 
     def __init__(self, style: Local2D, module: nn.Module, grid: Grid) -> None:
         self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
-        self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
+        self.by = describe_module(module)
+        self.here = f"{self.by} on mesh {describe_mesh(grid.mesh)}"
         self.grid = grid
         self.use_local_output = style.use_local_output
         self.declared, self.surroundings = style.input_layouts, style.surroundings
@@ -175,22 +183,31 @@ class _LocalRunner(Runner):
         params = [(module, name) for name in self.names]
         own = self.own.replacing(forward, module)
         shares = not self.sees_all, self.has_whole and call.sees_shares
-        if debug.is_on() and not self.looked_at:
-            own = self._refusing_mixed(own, call)
+        if debug.is_on() and not self.looked_at and call.x is not None:
+            own = refusing_mixed(own, call.x, call.layout, self.grid, self.here, self._looked)
         y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
         if self.sees_all:
-            return y
+            return tree_map_only(Tensor, self._of_all, y)
         if isinstance(y, Tensor):
             return self._output(y, call)
         if not call.local:
             self._check_outputs(y)
         return tree_map_only(Tensor, lambda one: self._output(one, call), y)
 
+    def _looked(self) -> None:
+        self.looked_at = True
+
+    def _of_all(self, y: Tensor) -> Tensor:
+        """An output that is the same on every rank, which its gradient has to be too."""
+        if isinstance(y, DTensor) or not y.requires_grad:
+            return y
+        return hand_out(y, Handed(None, self.samples, y.ndim, self.grid.axes, by=self.by))
+
     def _call(self, module: nn.Module, values: tuple[Any, ...]) -> _Call:
         tensors = [x for x in values if isinstance(x, Tensor)]
         split = [x for x in tensors if x.ndim]
         x = next((x for x in split if x.is_floating_point()), next(iter(split), None))
-        layout, sees_shares = self._layout(module, x)
+        layout, parts, sees_shares = self._layout(module, x)
         on_mesh = [x for x in tensors if isinstance(x, DTensor)]
         local = not on_mesh if self.use_local_output is None else self.use_local_output
         # A DTensor on the sub-mesh of tp_col has the samples of one row.
@@ -200,10 +217,12 @@ class _LocalRunner(Runner):
             batch = next(iter(self.grid.tokens_of(x) or ()), None)
         if batch is None and known is not None and len(known) == 1:
             (batch,) = known
-        return _Call(x, layout, sees_shares, batch, local)
+        return _Call(x, layout, parts, sees_shares, batch, local)
 
-    def _layout(self, module: nn.Module, x: Tensor | None) -> tuple[Layout, bool]:
-        """The layout of the input, and whether the gradients that it gives differ along ``tp_col``.
+    def _layout(
+        self, module: nn.Module, x: Tensor | None
+    ) -> tuple[Layout, tuple[bool, bool], bool]:
+        """The layout, parts and shares of a :class:`_Call` of ``x``.
 
         Raises:
             ValueError: for a local tensor that was handed out in another layout than is declared,
@@ -212,8 +231,7 @@ class _LocalRunner(Runner):
         """
         grid, declared = self.grid, self.declared
         if x is None or isinstance(x, DTensor):
-            return self.samples, declared is not None and isinstance(declared[1], Shard)
-        shares = grid.shares(x)
+            return self.samples, _NEITHER, declared is not None and isinstance(declared[1], Shard)
         if declared is not None:
             if any(isinstance(p, Shard) and not -x.ndim <= p.dim < x.ndim for p in declared):
                 raise ValueError(
@@ -224,18 +242,20 @@ class _LocalRunner(Runner):
             check_handed(x, declared, module, grid)
             layout = declared
         elif grid.handed(x) is None and self.surroundings.sees_heads(module, x, grid):
-            return self.samples, True
+            return self.samples, _NEITHER, True
         else:
             layout = self._found(module, x)
-            if grid.row.size > 1 and layout[0].is_replicate() and not shares[0]:
-                raise ValueError(
-                    f"{self.here} runs on this row's samples, but was given a local tensor of "
-                    f"shape {tuple(x.shape)} in layout {layout}, the same on every row: say so by "
-                    f"input_layouts=(Replicate(), Replicate()), or give the module before it "
-                    f"output_layouts={self.samples}"
-                )
         layout = normalize(layout, x.ndim)
-        return layout, shares[1] or isinstance(layout[1], Shard)
+        check_split([x], layout, module, grid)
+        parts = parts_asked(x, layout, module, grid)
+        if declared is None and grid.row.size > 1 and layout[0].is_replicate() and not parts[0]:
+            raise ValueError(
+                f"{self.here} runs on this row's samples, but was given a local tensor of shape "
+                f"{tuple(x.shape)} in layout {layout}, the same on every row: say so by "
+                f"input_layouts=(Replicate(), Replicate()), or give the module before it "
+                f"output_layouts={self.samples}"
+            )
+        return layout, parts, parts[1] or isinstance(layout[1], Shard)
 
     def _found(self, module: nn.Module, x: Tensor) -> Layout:
         """The layout of a local input for which none is declared."""
@@ -298,7 +318,7 @@ class _LocalRunner(Runner):
         axes = list(zip((grid.row, grid.col), layout, self.samples, strict=True))
         apart = [axis.name for axis, have, of in axes if axis.size > 1 and have != of]
         if alike and y.is_floating_point() and (apart or said_of(x).layout is not None):
-            y = hand_out(y, self._noted(y, x, layout))
+            y = hand_out(y, self._noted(y, x, call))
         if not apart:
             return self._of_samples(y, call)
         if call.local:
@@ -320,11 +340,15 @@ class _LocalRunner(Runner):
             f"(use_local_output=False) to torch_tp2d.Replicate() in the place of Local2D"
         )
 
-    def _noted(self, y: Tensor, x: Tensor, layout: Layout) -> Handed:
+    def _noted(self, y: Tensor, x: Tensor, call: _Call) -> Handed:
         """What to note of an output with the tokens of the local input ``x``."""
-        said = said_of(x)
+        said, grid = said_of(x), self.grid
         if said.layout is None:
-            return Handed(None, layout, y.ndim, self.grid.axes, self.grid.tokens_of(x))
+            named = (n for n, part in zip(names_of(grid.axes), call.parts, strict=True) if part)
+            shares = frozenset[str]().union(*named)
+            known = grid.tokens_of(x)
+            return Handed(None, call.layout, y.ndim, grid.axes, known, shares, by=self.by)
+        said = said._replace(by=self.by)
         if y.ndim == x.ndim:
             return said
         return said._replace(sizes=None, layout=normalize(said.layout, x.ndim), ndim=y.ndim)
@@ -348,40 +372,6 @@ class _LocalRunner(Runner):
                 f"only what has the batch in dim 0 becomes a DTensor"
             )
         return to_dtensor(y.narrow(0, 0, mine), row_layout(), grid, (batch, *y.shape[1:]))
-
-    def _refusing_mixed(self, forward: Callable[..., Any], call: _Call) -> Callable[..., Any]:
-        """``forward``, which refuses to mix tokens of which this rank has a part, where it tells.
-
-        Raises:
-            ValueError: if an output's token depends on other tokens of the input.
-        """
-        x, layout = call.x, call.layout
-        if x is None or isinstance(x, DTensor) or x.ndim > 3 or not x.requires_grad:
-            return forward
-        # What a row has of dim 0 are its samples, or windows of them, which a module may regroup.
-        axes = zip((self.grid.row, self.grid.col), layout, (1, 0), strict=True)
-        split = [
-            p.dim
-            for axis, p, first in axes
-            if isinstance(p, Shard) and axis.size > 1 and p.dim >= first
-        ]
-        tokens = [dim for dim in split if dim < x.ndim - 1]
-
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            y = forward(*args, **kwargs)
-            for one, dim in itertools.product(tree_leaves(y), tokens):
-                alike = isinstance(one, Tensor) and one.shape[: x.ndim - 1] == x.shape[:-1]
-                if alike and debug.mixes(x, one, dim):
-                    raise ValueError(
-                        f"{self.here} was given a local tensor of shape {tuple(x.shape)} in layout "
-                        f"{layout}, and mixes the tokens of dim {dim}, of which each rank has a "
-                        f"part: have the module before it hand on full samples, "
-                        f"output_layouts={self.samples}, or give it torch_tp2d.Replicate()"
-                    )
-            self.looked_at = bool(tokens) and all(x.shape[dim] > 1 for dim in tokens)
-            return y
-
-        return refusing
 
     def _check_outputs(self, y: Any) -> None:
         """Refuse several outputs in an object that torch's pytree does not look into.

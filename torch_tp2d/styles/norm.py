@@ -15,7 +15,7 @@ from ..ops.norm import norm2d
 from ..runtime.prefetch import Prepared, prepare_parameters
 from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims, local_shards
 from .boundary import Entry, Exit, dims_needed
-from .module_kinds import norm_of
+from .module_kinds import describe_module, norm_of
 
 __all__ = ["Norm2D"]
 
@@ -121,7 +121,8 @@ class _NormRunner(Runner):
             whole_grad=True,
             certain=style.certain,
         )
-        self.exit = Exit(grid, blocks, style.output_layouts, hidden, local)
+        by = describe_module(module)
+        self.exit = Exit(grid, blocks, style.output_layouts, hidden, local, by=by)
         self.hidden_axis, across = (
             (grid.row, grid.col) if style.transposed else (grid.col, grid.row)
         )

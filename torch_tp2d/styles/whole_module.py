@@ -21,6 +21,7 @@ from .beside import WrittenInto, beside
 from .boundary import check_handed, to_dtensor
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
+from .gradient_parts import parts_asked
 from .local_math import (
     local_math,
     parameters_inside,
@@ -73,7 +74,8 @@ class WholeRunner(Runner):
     ) -> None:
         self.style, self.certain = style, certain
         self.grad_layouts = grad_layouts
-        self.here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
+        self.by = describe_module(module)
+        self.here = f"{self.by} on mesh {describe_mesh(grid.mesh)}"
         self.surroundings = surroundings
         self.locally = local_math(module)
         # Of what is not on DTensors but is the same on every rank.
@@ -107,17 +109,18 @@ class WholeRunner(Runner):
             declared = self.declared
             if declared is None:
                 declared = self.grid.handed(x)
-            else:
-                check_handed(x, declared, module, self.grid)
-            if declared is not None and self._sees_shares(x, declared):
-                shares = self._shares_of(x, declared, use_local)
-                params, own = parameters_inside(module), self.own.replacing(forward, module)
-                y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
-                alike = isinstance(y, Tensor) and y.shape[:-1] == x.shape[:-1]
-                return hand_out(y, said_of(x)) if alike else y
             if declared is None:
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
+            declared = normalize(declared, x.ndim)
+            check_handed(x, declared, module, self.grid)
+            parts = parts_asked(x, declared, module, self.grid)
+            if any(parts) and Shard(x.ndim - 1) not in declared:
+                # Then the parameters' gradients are parts too.
+                shares = self._shares_of(x, declared, parts, use_local)
+                params, own = parameters_inside(module), self.own.replacing(forward, module)
+                y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
+                return self._with_note_of(x, y, declared, parts)
             as_given = self.wanted is None and self.grad_layouts is None
             if as_given and self._takes_tokens(x, declared):
                 x = self.grid.without_stand_in(x, declared)
@@ -127,7 +130,7 @@ class WholeRunner(Runner):
                 sizes = shape()[:-1]
                 self._compare(module, given, declared)
                 if use_local:
-                    return self.grid.with_stand_in(y, declared, sizes, given=given)
+                    return self.grid.with_stand_in(y, declared, sizes, given=given, by=self.by)
                 return to_dtensor(y, declared, self.grid, (*sizes, y.shape[-1]))
             if normalize(declared, x.ndim) == WHOLE and not self._holds_styles(module):
                 self._compare(module, given, declared)
@@ -217,7 +220,7 @@ class WholeRunner(Runner):
         grads = self.grid.placements((row, col)) if any(shares) else None
         local = y.to_local(grad_placements=grads)
         return self.grid.with_stand_in(
-            local, layout, self.grid.sizes_of(y), given=given, shares=shares
+            local, layout, self.grid.sizes_of(y), given=given, shares=shares, by=self.by
         )
 
     @staticmethod
@@ -225,21 +228,27 @@ class WholeRunner(Runner):
         """Whether a module inside has a style, which depends on the layout of its input."""
         return any("_tp2d" in m.__dict__ for m in module.modules() if m is not module)
 
-    def _sees_shares(self, x: Tensor, layout: Layout) -> bool:
-        """Whether ``x``, with full features, has a partial gradient.
+    def _with_note_of(self, x: Tensor, y: Any, layout: Layout, parts: tuple[bool, bool]) -> Any:
+        """An output of the tokens of ``x``, noted to be as ``x`` is."""
+        if not isinstance(y, Tensor) or y.shape[:-1] != x.shape[:-1]:
+            return y
+        said = said_of(x)
+        if said.layout is not None:
+            return hand_out(y, said._replace(by=self.by))
+        return self.grid.with_stand_in(y, layout, None, given=x, shares=parts, by=self.by)
 
-        Then the parameters' gradients are partial too.
-        """
-        return any(self.grid.shares(x)) and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
-
-    def _shares_of(self, x: Tensor, layout: Layout, use_local: bool) -> tuple[bool, bool]:
+    def _shares_of(
+        self, x: Tensor, layout: Layout, shares: tuple[bool, bool], use_local: bool
+    ) -> tuple[bool, bool]:
         """Along row and col, whether gradients of the parameters are partial, as those of ``x``.
+
+        Args:
+            shares: whether the maker of ``x`` sums its gradient.
 
         Raises:
             ValueError: unless the output is asked for as ``x`` is: local, in the same layout, and
                 with such a gradient.
         """
-        shares = self.grid.shares(x)
         wanted = layout if self.wanted is None else self.wanted
         grads = layout if self.grad_layouts is None else self.grad_layouts
         as_given = use_local and normalize(wanted, x.ndim) == normalize(layout, x.ndim)

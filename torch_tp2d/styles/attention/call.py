@@ -14,9 +14,11 @@ from ..._tracing import in_graph
 from ...comm import move
 from ...mesh.grid import describe_mesh
 from ...mesh.handed import notes_of
+from ...mesh.layouts import Layout
 from ...ops.attention import Heads, Order, Spec, gathered, ring
 from ...ops.attention.block import attend_to_all, repeat_heads
 from ...ops.dropout import dropout
+from ..gradient_parts import check_split
 from ..masks import next_key
 from ..module_kinds import describe_module
 from .blocks import SEQUENCE, two_phase_on
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
     from .runner import AttentionRunner
 
 __all__ = ["Call"]
+
+
+_SPLIT: Layout = Shard(0), Shard(1)
+"""The layout of queries, keys and values as far as their gradients go: rows have other tokens, and
+columns other heads, or replicated heads for queries of their own."""
 
 
 class Call:
@@ -57,6 +64,8 @@ class Call:
     ) -> Tensor:
         self.happened = True
         runner, heads = self.runner, self.runner.heads
+        local = [x for x in (query, key, value) if not isinstance(x, DTensor)]
+        check_split(local, _SPLIT, self.module, self.grid)
         if attn_mask is not None and is_causal:
             raise self.refuse("attention takes an explicit mask or is_causal, not both")
         if attn_mask is not None and attn_mask.requires_grad:

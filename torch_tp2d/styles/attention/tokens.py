@@ -15,7 +15,9 @@ from ..._tracing import static
 from ...mesh.grid import describe_mesh
 from ...mesh.handed import Handed, hand_out, made_of, notes_of, said_of
 from ...mesh.layouts import TP_COL, TP_ROW, Layout, normalize
-from ..boundary import check_handed, gather_for_module
+from ..boundary import check_handed
+from ..gathered_inputs import gather_for_module
+from ..gradient_parts import parts_kept
 from ..module_kinds import describe_module
 from .flex import Share, own_blocks
 from .side_grads import with_whole_grad
@@ -98,6 +100,7 @@ class Tokens:
     def _gather(self, x: Tensor) -> Tensor:
         """This row's tokens, gathered along ``tp_col``."""
         shape: Sequence[int] | None = None
+        parts, row = (False, False), Shard(self.row_dim)
         if isinstance(x, DTensor):
             layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
             shape = tuple(x.shape) if x.device_mesh == self.grid.mesh else None
@@ -105,12 +108,12 @@ class Tokens:
         else:
             check_handed(x, self.declared, self.module, self.grid)
             layout = normalize(self.declared, x.ndim)
+            parts = parts_kept(x, layout, (row, layout[1]), self.module, self.grid)
             x = self.grid.without_stand_in(x, layout)
-        row = Shard(self.row_dim)
         if layout[0] != row:
             x = self.grid.redistribute(x, layout, (row, layout[1]), shape=shape)
             layout = row, layout[1]
-        return gather_for_module(x, layout, self.grid, shape)
+        return gather_for_module(x, layout, self.module, self.grid, shape, parts)
 
     def _cut(self, x: Tensor, name: str) -> Tensor:
         """This row's and column's part of an input that covers all tokens and heads."""

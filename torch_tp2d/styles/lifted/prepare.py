@@ -17,9 +17,11 @@ from ...comm.groups import sends
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, normalize
 from ..base import GridStyle, Resolved, Runner
-from ..boundary import check_handed, gather_for_module, to_dtensor
+from ..boundary import check_handed, to_dtensor
 from ..canonical import canonical
 from ..compared_inputs import facts_of_all
+from ..gathered_inputs import gather_for_module
+from ..gradient_parts import parts_kept
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
 
@@ -194,6 +196,10 @@ class _Hook:
             have_layout = known
         elif given.is_same and have_layout == want_layout and use_local:
             return value
+        parts = False, False
+        if not isinstance(value, DTensor):
+            to = want_layout if use_local else None
+            parts = parts_kept(value, have_layout, to, module, self.grid)
         if not use_local:
             return self._as_dtensor(value, have_layout, want_layout)
         shape, sizes = None, self.grid.sizes_of(value)
@@ -203,9 +209,10 @@ class _Hook:
             value = self.grid.without_stand_in(value, have_layout)
         gathers = isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard)
         if gathers and have_layout[0] == want_layout[0] and self.styles_inside:
-            return gather_for_module(value, have_layout, self.grid, shape)
+            return gather_for_module(value, have_layout, module, self.grid, shape, parts)
         moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
-        return self.grid.with_stand_in(moved, want_layout, sizes)
+        by = describe_module(module)
+        return self.grid.with_stand_in(moved, want_layout, sizes, shares=parts, by=by)
 
     def _as_dtensor(self, value: Tensor, have: Layout, want: Layout) -> DTensor:
         if not isinstance(value, DTensor):

@@ -139,10 +139,10 @@ class MatmulOptions(GridStyle):
             grid, self.input_layouts, takes, self.row_dim, features, certain=certain, fuses=fuses
         )
 
-    def exit(self, grid: Grid, gives: Layout, features: int) -> Exit:
+    def exit(self, grid: Grid, gives: Layout, features: int, by: str) -> Exit:
         """How the result leaves, for an op that gives it in layout ``gives``."""
         local, grads = self.use_local_output, self.grad_layouts
-        return Exit(grid, gives, self.output_layouts, features, local, grads)
+        return Exit(grid, gives, self.output_layouts, features, local, grads, by)
 
     def __repr__(self) -> str:
         options = {

@@ -29,7 +29,7 @@ from ...runtime.reductions import drop_unfinished
 from ...runtime.versions import VersionGuard
 from ..base import FEATURES, Resolved, Runner, check_dims, local_shards, values_of
 from ..boundary import Entry, Exit, dims_needed
-from ..module_kinds import is_conv1d
+from ..module_kinds import describe_module, is_conv1d
 from .options import MatmulOptions
 
 __all__ = ["ChoosingRunner", "LinearRunner", "StationaryRunner"]
@@ -106,7 +106,7 @@ class LinearRunner(_OpRunner):
         takes: Layout = row, Replicate() if gathers and whole else Shard(-1)
         gives: Layout = row, Partial() if whole and not gathers else Shard(-1)
         self.entry = style.entry(grid, takes, self.in_features)
-        self.exit = style.exit(grid, gives, self.out_features)
+        self.exit = style.exit(grid, gives, self.out_features, describe_module(module))
 
     def resolved(self) -> Resolved:
         return Resolved(self.entry.declared, self.exit.wanted, self.dataflow, self.algorithm)
@@ -223,7 +223,8 @@ class StationaryRunner(_OpRunner):
     def __init__(self, style: MatmulOptions, module: Any, grid: Grid) -> None:
         super().__init__(style, module, grid, matmul.STATIONARY, keep_weight=True)
         self.entry = style.entry(grid, style.rule.stationary_input, self.in_features)
-        self.exit = style.exit(grid, style.rule.stationary_output, self.out_features)
+        gives, by = style.rule.stationary_output, describe_module(module)
+        self.exit = style.exit(grid, gives, self.out_features, by)
 
     def resolved(self) -> Resolved:
         return Resolved(self.entry.declared, self.exit.wanted, STATIONARY, "collective")

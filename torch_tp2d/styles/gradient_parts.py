@@ -1,0 +1,148 @@
+"""Whether the gradient of a local tensor is whole or this rank's part, told by what made it.
+
+A style hands out what is whole along an axis for a gradient that is whole as well, the same on
+every rank; by ``grad_layouts`` of Partial() for each rank's part, which it sums. The user's code
+may combine it with features or tokens that are split along the axis, as a gate of each token with
+the features of a feed-forward layer: then it hands back a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from .. import debug
+from .._tracing import in_graph
+from ..mesh.axes import names_of, on_mesh
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.handed import Handed, made_of, notes_of, said_of
+from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
+from .module_kinds import describe_module
+
+__all__ = ["check_split", "parts_asked", "parts_kept"]
+
+
+def check_split(values: Sequence[Tensor], layout: Layout, module: nn.Module, grid: Grid) -> None:
+    """Refuse a local tensor, split along an axis, that is made of one which is whole along it.
+
+    The gradient of that one would be this rank's part, and nobody would sum it. The graph is looked
+    through when the module first takes such a tensor, in debug mode each time.
+
+    Args:
+        values: what ``module`` is given, all in ``layout``.
+
+    Raises:
+        ValueError: on every rank. In a compiled graph, and without gradients, nothing is told; nor
+            of what an autograd Function of the user's has made, which may sum by itself.
+    """
+    learning = [x for x in values if x.requires_grad]
+    split = _names(layout, Shard, grid)
+    if in_graph() or not (learning and split and torch.is_grad_enabled()):
+        return
+    followed = grid.context.followed.setdefault(module, set())
+    if layout in followed and not debug.is_on():
+        return
+    followed.add(layout)
+    for x in learning:
+        for note in notes_of(x, beyond_functions=False)[0]:
+            if along := _whole(note) & split:
+                raise ValueError(
+                    f"{_given(x, layout, module, grid)} made of one that {_handed_out(note)}, "
+                    f"whole along {_listed(along)}: each rank has a part of its gradient there, "
+                    f"which that module does not sum. {_mend(note, along)}"
+                )
+
+
+def parts_asked(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> tuple[bool, bool]:
+    """Along row and col, whether what ``x`` is made of is to be given this rank's part.
+
+    It is whole there, and its maker sums its gradient: what takes ``x`` must not sum it too. Each
+    column uses only some of the key heads where these do not divide by the columns, and each row
+    adds the positions to its own tokens only.
+
+    Args:
+        layout: the layout of ``x``, which ``module`` is given.
+
+    Raises:
+        ValueError: if ``x`` is also made of what is to be given a whole gradient.
+    """
+    said = said_of(x)
+    notes = [said] if said.layout is not None or in_graph() else made_of(x)
+    asked = frozenset[str]().union(*(note.shares for note in notes))
+    asked &= _names(layout, Replicate, grid)
+    for note in notes if asked else ():
+        if along := _whole(note) & asked:
+            raise ValueError(
+                f"{_given(x, layout, module, grid)} made of one whose maker sums its gradient "
+                f"along {_listed(along)}, and of one that {_handed_out(note)}, whose maker does "
+                f"not. {_mend(note, along)}"
+            )
+    row, col = (not names.isdisjoint(asked) for names in names_of(grid.axes))
+    return row, col
+
+
+def parts_kept(
+    x: Tensor, have: Layout, want: Layout | None, module: nn.Module, grid: Grid
+) -> tuple[bool, bool]:
+    """:func:`parts_asked` of a local tensor that goes from one layout to another.
+
+    Args:
+        want: None if it becomes a DTensor, whose gradient is whole.
+
+    Raises:
+        ValueError: if its layout changes where it is to be given a part.
+    """
+    parts = parts_asked(x, have, module, grid)
+    stays = (False, False) if want is None else [a == b for a, b in zip(have, want, strict=True)]
+    if any(part and not stay for part, stay in zip(parts, stays, strict=True)):
+        raise ValueError(
+            f"{_given(x, have, module, grid)} of whose gradient each rank has a part, as of the "
+            f"gradient of positions, which its maker sums: it cannot become a DTensor, or one in "
+            f"layout {want}. Have its maker hand on a DTensor (use_local_output=False)"
+        )
+    return parts
+
+
+def _names(layout: Layout, kind: type, grid: Grid) -> frozenset[str]:
+    """The names of the mesh axes of several ranks along which a layout places so."""
+    several = {n for n, size in zip((TP_ROW, TP_COL), grid.mesh.shape, strict=True) if size > 1}
+    pairs = zip(names_of(grid.axes), layout, strict=True)
+    return frozenset[str]().union(*(of for of, p in pairs if isinstance(p, kind))) & several
+
+
+def _whole(note: Handed) -> frozenset[str]:
+    """The mesh axes along which a tensor was handed out whole, for a whole gradient."""
+    if note.layout is None or note.axes is None:
+        return frozenset()
+    layout = on_mesh(normalize(note.layout, note.ndim), note.axes)
+    pairs = zip((TP_ROW, TP_COL), layout, strict=True)
+    return frozenset(n for n, p in pairs if isinstance(p, Replicate)) - note.shares
+
+
+def _given(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> str:
+    return (
+        f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is given a local tensor of "
+        f"shape {tuple(x.shape)} in layout {layout},"
+    )
+
+
+def _handed_out(note: Handed) -> str:
+    return f"{note.by or 'a module of the plan'} has handed out in layout {note.layout}"
+
+
+def _listed(names: frozenset[str]) -> str:
+    return " and ".join(sorted(names))
+
+
+def _mend(note: Handed, along: frozenset[str]) -> str:
+    assert note.layout is not None and note.axes is not None
+    pairs = zip(names_of(note.axes), note.layout, strict=True)
+    summed = tuple(Partial() if of & (along | note.shares) else p for of, p in pairs)
+    return (
+        f"Give the module that hands it out, or the first of a chain of such, "
+        f"grad_layouts={summed}, which torch_tp2d.Replicate and Colwise2D have, or have it and "
+        f"the others hand on DTensors (use_local_output=False)"
+    )
