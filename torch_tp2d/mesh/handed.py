@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from .._tracing import in_graph
 from ..runtime.context import Sizes
@@ -74,7 +75,6 @@ def said_of(x: Tensor) -> Handed:
     return Handed() if found is None else found
 
 
-_PACKAGE = __name__.partition(".")[0]
 _NODES = 200
 """The most autograd nodes to visit: more than a rotary embedding and a norm of heads have."""
 
@@ -91,7 +91,8 @@ def notes_of(x: Tensor, *, beyond_functions: bool = True) -> tuple[list[Handed],
     under ``torch.compile``.
 
     Args:
-        beyond_functions: look beyond autograd Functions that are not this package's, as well.
+        beyond_functions: look beyond autograd Functions in Python as well, which may send, and so
+            give another gradient than they are given: a part of it, or the sum of the parts.
 
     Returns:
         The notes, and whether the whole graph was looked through.
@@ -114,15 +115,9 @@ def notes_of(x: Tensor, *, beyond_functions: bool = True) -> tuple[list[Handed],
         if node.name() in _HANDS_ON:
             # Only this output's input: the node's others are other arguments of the module.
             edges.append(node.next_functions[index])
-        elif beyond_functions or not _is_foreign(node):
+        elif beyond_functions or not isinstance(node, BackwardCFunction):
             edges.extend(node.next_functions)
     return found, not edges
-
-
-def _is_foreign(node: Any) -> bool:
-    """Whether a node is of an autograd Function of the user's, or of torch's in Python."""
-    function = getattr(node, "_forward_cls", None)
-    return function is not None and not function.__module__.startswith(_PACKAGE)
 
 
 def tokens_told(x: Tensor) -> Sizes | None:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from .. import debug
 from .._tracing import in_graph
 from ..mesh.axes import names_of, on_mesh
 from ..mesh.grid import Grid, describe_mesh
-from ..mesh.handed import Handed, made_of, notes_of, said_of
+from ..mesh.handed import Handed, notes_of, said_of
 from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
 from .module_kinds import describe_module
 
@@ -36,17 +36,17 @@ def check_split(values: Sequence[Tensor], layout: Layout, module: nn.Module, gri
 
     Raises:
         ValueError: on every rank. In a compiled graph, and without gradients, nothing is told; nor
-            of what an autograd Function of the user's has made, which may sum by itself.
+            of what an autograd Function has made, which may sum by itself.
     """
     learning = [x for x in values if x.requires_grad]
-    split = _names(layout, Shard, grid)
-    if in_graph() or not (learning and split and torch.is_grad_enabled()):
+    if in_graph() or not (learning and torch.is_grad_enabled()):
         return
     followed = grid.context.followed.setdefault(module, set())
     if layout in followed and not debug.is_on():
         return
     followed.add(layout)
-    for x in learning:
+    split = _names(layout, Shard, grid)
+    for x in learning if split else ():
         for note in notes_of(x, beyond_functions=False)[0]:
             if along := _whole(note) & split:
                 raise ValueError(
@@ -70,9 +70,14 @@ def parts_asked(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> tup
         ValueError: if ``x`` is also made of what is to be given a whole gradient.
     """
     said = said_of(x)
-    notes = [said] if said.layout is not None or in_graph() else made_of(x)
-    asked = frozenset[str]().union(*(note.shares for note in notes))
-    asked &= _names(layout, Replicate, grid)
+    if in_graph():
+        on_row, on_col = (not names.isdisjoint(said.shares) for names in names_of(grid.axes))
+        return grid.row.size > 1 and on_row, grid.col.size > 1 and on_col
+    whole = _names(layout, Replicate, grid)
+    if not whole:
+        return False, False
+    notes = [said] if said.layout is not None else notes_of(x, beyond_functions=False)[0]
+    asked = frozenset[str]().union(*(note.shares for note in notes)) & whole
     for note in notes if asked else ():
         if along := _whole(note) & asked:
             raise ValueError(
@@ -108,6 +113,8 @@ def parts_kept(
 
 def _names(layout: Layout, kind: type, grid: Grid) -> frozenset[str]:
     """The names of the mesh axes of several ranks along which a layout places so."""
+    if not any(isinstance(p, kind) for p in layout):
+        return frozenset()
     several = {n for n, size in zip((TP_ROW, TP_COL), grid.mesh.shape, strict=True) if size > 1}
     pairs = zip(names_of(grid.axes), layout, strict=True)
     return frozenset[str]().union(*(of for of, p in pairs if isinstance(p, kind))) & several
@@ -140,9 +147,9 @@ def _listed(names: frozenset[str]) -> str:
 def _mend(note: Handed, along: frozenset[str]) -> str:
     assert note.layout is not None and note.axes is not None
     pairs = zip(names_of(note.axes), note.layout, strict=True)
-    summed = tuple(Partial() if of & (along | note.shares) else p for of, p in pairs)
+    row, col = ("Partial()" if of & (along | note.shares) else repr(p) for of, p in pairs)
     return (
         f"Give the module that hands it out, or the first of a chain of such, "
-        f"grad_layouts={summed}, which torch_tp2d.Replicate and Colwise2D have, or have it and "
-        f"the others hand on DTensors (use_local_output=False)"
+        f"grad_layouts=({row}, {col}), which torch_tp2d.Replicate and Colwise2D have, or have it "
+        f"and the others hand on DTensors (use_local_output=False)"
     )

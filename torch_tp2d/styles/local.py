@@ -348,10 +348,10 @@ class _LocalRunner(Runner):
             shares = frozenset[str]().union(*named)
             known = grid.tokens_of(x)
             return Handed(None, call.layout, y.ndim, grid.axes, known, shares, by=self.by)
-        said = said._replace(by=self.by)
         if y.ndim == x.ndim:
-            return said
-        return said._replace(sizes=None, layout=normalize(said.layout, x.ndim), ndim=y.ndim)
+            return said._replace(by=self.by)
+        layout = normalize(said.layout, x.ndim)
+        return said._replace(sizes=None, layout=layout, ndim=y.ndim, by=self.by)
 
     def _of_samples(self, y: Tensor, call: _Call) -> Tensor:
         """An output of this row's samples, of which nothing is split along ``tp_col``."""
