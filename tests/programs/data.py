@@ -81,6 +81,8 @@ class Mlp(_Brief):
     """Whether up and gate are one weight, with parts=2 where its output is split."""
     beta: str = ""
     """The style of an activation that learns: unnamed, declared or local; "" is a gelu."""
+    scale: str = ""
+    """The style of a gate of each token beside these features: columns or replicate."""
     mix: str = ""
     """The style of a residual that learns, a module of two tensors: unnamed, declared or local."""
     keyword: bool = False

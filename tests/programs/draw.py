@@ -63,6 +63,7 @@ def _mlp(draw: Any, stream: str) -> Mlp:
         conv=draw(_mostly(False, True)),
         fused=draw(_mostly(False, True)),
         beta=draw(_mostly("", "unnamed", "declared", "local")),
+        scale=draw(_mostly("", "columns", "replicate")),
         mix=draw(_mostly("", "unnamed", "declared", "local")),
         keyword=draw(_bool),
         pooled=draw(_mostly("", "mean", "sum")),

@@ -99,6 +99,7 @@ class MlpBody(nn.Module):
         self.up = _linear(hidden, mlp.inner * (1 + mlp.fused), mlp.bias, mlp.conv)
         gated = mlp.gate and not mlp.fused
         self.gate = _linear(hidden, mlp.inner, False, mlp.conv) if gated else None
+        self.scale = _linear(hidden, 1, mlp.bias, mlp.conv) if mlp.scale else None
         self.act = Swish(scalar) if mlp.beta else nn.GELU()
         self.fused = mlp.fused
         self.drop = nn.Dropout(WholeDropout.p) if mlp.dropout else nn.Identity()
@@ -111,6 +112,8 @@ class MlpBody(nn.Module):
             y = self.act(y) * other
         else:
             y = self.act(y) if self.gate is None else self.act(y) * self.gate(x)
+        if self.scale is not None:
+            y = y * self.scale(x).sigmoid()
         return self.down(self.drop(y))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -75,7 +75,7 @@ def settled(model: Model, fsdp: bool) -> Model:
     blocks = []
     for block in model.blocks:
         if fsdp and isinstance(block, Mlp):
-            block = replace(block, inner=8)
+            block = replace(block, inner=8, scale="")
         elif fsdp:
             block = replace(block, heads=8, kv_heads=4, head_dim=2)
         if isinstance(block, Attention):
@@ -94,6 +94,9 @@ def settled(model: Model, fsdp: bool) -> Model:
                 ours = block.plan == "attention2d" and model.axes == "tp_col"
                 block = replace(block, dropout=ours and not block.fused)
         else:
+            if model.axes != "tp_col":
+                # Stock styles do not say that a gradient is a part.
+                block = replace(block, scale="")
             if model.hidden == 1 or block.inner == 1:
                 # DTensor cannot sum dims of size 1 into a scalar's gradient.
                 block = replace(block, beta="", mix="")
@@ -252,6 +255,8 @@ class Plan:
         )
         if block.gate and not block.fused:
             self._linear(f"{body}.gate", block.up, layout, between, inner)
+        if block.scale:
+            self._scale(f"{body}.scale", block.scale, layout, between, inner)
         if block.dropout:
             self._declare_dropout(f"{body}.drop", block.dropout, between)
             self._declare_dropout(f"{name}.drop", block.dropout, stream)
@@ -267,6 +272,20 @@ class Plan:
         if block.mix and block.residual:
             of_stream = stream in ("whole", "tokens") and (stream == "whole" or model.embed)
             self._vectors(f"{name}.mix", block.mix if of_stream else "declared", stream, local)
+
+    def _scale(self, name: str, style: str, layout: str, between: str, local: bool) -> None:
+        """Adds the style of a gate of each token, which meets features in that layout."""
+        model, out = self.model, "whole" if between == "features" else between
+        grads = (Shard(model.row_dim), Partial()) if local and between == "features" else None
+        kept = style == "replicate" and layout == out
+        kind: Any = torch_tp2d.Replicate if kept else Colwise2D
+        self.entries[name] = kind(
+            input_layouts=pair(layout, model),
+            output_layouts=pair(out, model),
+            use_local_output=local,
+            row_dim=model.row_dim,
+            grad_layouts=grads,
+        )
 
     def _vectors(self, name: str, style: str, layout: str, local: bool) -> None:
         """Adds a style for a module of scalars and vectors, as the user has written it."""

@@ -91,7 +91,9 @@ class Colwise2D(MatmulStyle):
         grad_layouts: layout of the gradient that comes back for a local output, if that is not the
             output's own. The default is right for a head that is replicated everywhere (every rank
             computes the same loss: Replicate) and for positions (replicated along ``tp_row`` and
-            added to different tokens in each row: Partial there).
+            added to different tokens in each row: Partial there). What is whole along ``tp_col``
+            and meets split features or heads (a gate of each token, keys that all heads share) is
+            Partial along ``tp_col``; an error asks for it.
         parts: how many projections of one size are fused in the weight, 3 for the queries, keys and
             values of GPT-2's ``c_attn``; or their sizes, such as ``(64, 16, 16)`` with four times
             as many query heads as key heads. Each has to divide by ``tp_col``. The weight is
