@@ -16,7 +16,7 @@ from ..mesh.handed import made_of
 from ..mesh.layouts import Layout, normalize
 from .boundary import to_dtensor
 from .compared_inputs import facts_of_all
-from .gradient_parts import check_split, parts_kept
+from .gradient_parts import check_made_of, parts_kept
 from .module_kinds import describe_module
 
 __all__ = ["WrittenInto", "beside"]
@@ -94,7 +94,7 @@ def _check_gradient(value: Tensor, layout: Layout, module: nn.Module, grid: Grid
         ValueError: on every rank.
     """
     layout = normalize(layout, value.ndim)
-    check_split([value], layout, module, grid)
+    check_made_of([value], layout, module, grid)
     parts_kept(value, layout, None, module, grid)
 
 

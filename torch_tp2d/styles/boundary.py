@@ -25,7 +25,7 @@ from ..ops.matmul.inputs import Shared, gather
 from ..runtime.reductions import of_pass
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
-from .gradient_parts import check_split, parts_asked
+from .gradient_parts import check_made_of, parts_asked
 from .module_kinds import describe_module
 from .twins import twin_of
 
@@ -239,7 +239,7 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
     """Refuse a local tensor that a style has handed out in another layout than is declared.
 
     And one that is made of what was whole where it is split itself, see
-    :func:`~torch_tp2d.styles.gradient_parts.check_split`.
+    :func:`~torch_tp2d.styles.gradient_parts.check_made_of`.
 
     Raises:
         ValueError: on every rank alike.
@@ -254,7 +254,7 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
             f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
             f"use_local_output=False"
         )
-    check_split([x], normalize(declared, x.ndim), module, grid)
+    check_made_of([x], normalize(declared, x.ndim), module, grid)
 
 
 @dataclass(frozen=True, eq=False)

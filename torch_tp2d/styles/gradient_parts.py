@@ -1,4 +1,4 @@
-"""Whether the gradient of a local tensor is whole or this rank's part, told by what made it.
+"""Whether a local tensor, and its gradient, is whole or this rank's part, told by what made it.
 
 A style hands out what is whole along an axis for a gradient that is whole as well, the same on
 every rank; by ``grad_layouts`` of Partial() for each rank's part, which it sums. The user's code
@@ -22,21 +22,24 @@ from ..mesh.handed import Handed, notes_of, said_of
 from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
 from .module_kinds import describe_module
 
-__all__ = ["check_split", "parts_asked", "parts_kept"]
+__all__ = ["check_made_of", "parts_asked", "parts_kept"]
 
 
-def check_split(values: Sequence[Tensor], layout: Layout, module: nn.Module, grid: Grid) -> None:
-    """Refuse a local tensor, split along an axis, that is made of one which is whole along it.
+def check_made_of(values: Sequence[Tensor], layout: Layout, module: nn.Module, grid: Grid) -> None:
+    """Refuse local tensors that are made of what is whole where they are split, or the reverse.
 
-    The gradient of that one would be this rank's part, and nobody would sum it. The graph is looked
-    through when the module first takes such a tensor, in debug mode each time.
+    What is whole along an axis and meets what is split there would be given this rank's part of its
+    gradient, and nobody would sum it. And what is made of this rank's part of tokens, a mean over
+    them or the first of them, is not whole.
+
+    The graph is looked through when the module first takes such tensors, in debug mode each time.
 
     Args:
         values: what ``module`` is given, all in ``layout``.
 
     Raises:
         ValueError: on every rank. In a compiled graph, and without gradients, nothing is told; nor
-            of what an autograd Function has made, which may sum by itself.
+            of what an autograd Function has made, which may send by itself.
     """
     learning = [x for x in values if x.requires_grad]
     if in_graph() or not (learning and torch.is_grad_enabled()):
@@ -45,14 +48,24 @@ def check_split(values: Sequence[Tensor], layout: Layout, module: nn.Module, gri
     if layout in followed and not debug.is_on():
         return
     followed.add(layout)
-    split = _names(layout, Shard, grid)
-    for x in learning if split else ():
+    split, whole = (_names(layout, kind, grid) for kind in (Shard, Replicate))
+    for x in learning if split or whole else ():
+        if said_of(x).layout is not None:
+            continue
         for note in notes_of(x, beyond_functions=False)[0]:
+            made = f"{_given(x, layout, module, grid)} made of one that {_handed_out(note)}"
             if along := _whole(note) & split:
                 raise ValueError(
-                    f"{_given(x, layout, module, grid)} made of one that {_handed_out(note)}, "
-                    f"whole along {_listed(along)}: each rank has a part of its gradient there, "
-                    f"which that module does not sum. {_mend(note, along)}"
+                    f"{made}, whole along {_listed(along)}: each rank has a part of its gradient "
+                    f"there, which that module does not sum. {_mend(note, along)}"
+                )
+            if along := _split(note) & whole:
+                raise ValueError(
+                    f"{made}, of which each rank has a part along {_listed(along)}: it would have "
+                    f"to be gathered before it is used so. Give the module that hands it out "
+                    f"output_layouts that are whole there, PrepareModuleInput to a module around, "
+                    f"or have it hand on a DTensor (use_local_output=False); if it is still split, "
+                    f"say so by input_layouts"
                 )
 
 
@@ -122,11 +135,20 @@ def _names(layout: Layout, kind: type, grid: Grid) -> frozenset[str]:
 
 def _whole(note: Handed) -> frozenset[str]:
     """The mesh axes along which a tensor was handed out whole, for a whole gradient."""
+    return _placed(note, Replicate) - note.shares
+
+
+def _split(note: Handed) -> frozenset[str]:
+    """The mesh axes along which each rank was handed out a part."""
+    return _placed(note, Shard)
+
+
+def _placed(note: Handed, kind: type) -> frozenset[str]:
     if note.layout is None or note.axes is None:
         return frozenset()
     layout = on_mesh(normalize(note.layout, note.ndim), note.axes)
     pairs = zip((TP_ROW, TP_COL), layout, strict=True)
-    return frozenset(n for n, p in pairs if isinstance(p, Replicate)) - note.shares
+    return frozenset(name for name, p in pairs if isinstance(p, kind))
 
 
 def _given(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> str:

@@ -20,7 +20,7 @@ from ..mesh.handed import Handed, hand_out, said_of
 from ..mesh.layouts import Layout, as_layout, normalize, row_layout
 from .base import AS_INPUT, GridStyle, LayoutLike, Resolved, Runner
 from .boundary import check_handed, to_dtensor
-from .gradient_parts import check_split, parts_asked
+from .gradient_parts import check_made_of, parts_asked
 from .local_math import run_locally
 from .masks import Masks
 from .mixed_tokens import refusing_mixed
@@ -246,7 +246,7 @@ class _LocalRunner(Runner):
         else:
             layout = self._found(module, x)
         layout = normalize(layout, x.ndim)
-        check_split([x], layout, module, grid)
+        check_made_of([x], layout, module, grid)
         parts = parts_asked(x, layout, module, grid)
         if declared is None and grid.row.size > 1 and layout[0].is_replicate() and not parts[0]:
             raise ValueError(

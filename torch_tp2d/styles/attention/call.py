@@ -18,7 +18,7 @@ from ...mesh.layouts import Layout
 from ...ops.attention import Heads, Order, Spec, gathered, ring
 from ...ops.attention.block import attend_to_all, repeat_heads
 from ...ops.dropout import dropout
-from ..gradient_parts import check_split
+from ..gradient_parts import check_made_of
 from ..masks import next_key
 from ..module_kinds import describe_module
 from .blocks import SEQUENCE, two_phase_on
@@ -65,7 +65,7 @@ class Call:
         self.happened = True
         runner, heads = self.runner, self.runner.heads
         local = [x for x in (query, key, value) if not isinstance(x, DTensor)]
-        check_split(local, _SPLIT, self.module, self.grid)
+        check_made_of(local, _SPLIT, self.module, self.grid)
         if attn_mask is not None and is_causal:
             raise self.refuse("attention takes an explicit mask or is_causal, not both")
         if attn_mask is not None and attn_mask.requires_grad:
