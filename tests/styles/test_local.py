@@ -156,7 +156,8 @@ def test_gradients_where_tokens_are_split(rows: int, columns: int, compiled: boo
 def _taken_for_whole() -> list[str]:
     mesh, said = grid_mesh(1, 2), []
     for residual in (False, True):
-        for style in (Local2D(), Local2D(input_layouts=Replicate())):
+        pair = Shard(0), Replicate()
+        for style in (Local2D(), Local2D(input_layouts=Replicate()), Local2D(input_layouts=pair)):
             _, model = _pair(Model(Pool, residual), mesh, _plan(Shard(1), style, Replicate()))
             try:
                 model(_ids(4, 6))
@@ -169,15 +170,17 @@ def _taken_for_whole() -> list[str]:
 def test_tokens_that_are_split_are_not_taken_for_whole() -> None:
     """A mean over the tokens was that of a rank's own, in silence: only DTensors were checked.
 
-    What the user's code made of a styled output has the layout that the user declares.
+    What the user's code made of a styled output has the layout that the user declares by a pair.
     """
-    for plain, declared, residual, own_word in world.run(2, _taken_for_whole):
+    for plain, declared, pair, residual, made, own_word in world.run(2, _taken_for_whole):
         for message in (plain, residual):
             assert "Pool(scale (6,)) on mesh (tp_row=1, tp_col=2) was given a" in message
             assert "shape (4, 3, 6) in layout (Shard(dim=0), Shard(dim=1))" in message
             assert "gave one of shape (4, 6)" in message and "output_layouts" in message
-        assert "takes a local tensor in layout (Shard(dim=0), Replicate())" in declared
-        assert "the module before it hands on one of shape (4, 3, 6)" in declared
+        for message in (declared, pair):
+            assert "takes a local tensor in layout (Shard(dim=0), Replicate())" in message
+            assert "the module before it hands on one of shape (4, 3, 6)" in message
+        assert "of which each rank has a part along tp_col" in made
         assert own_word == "ran"
 
 

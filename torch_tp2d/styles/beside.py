@@ -16,8 +16,8 @@ from ..mesh.handed import made_of
 from ..mesh.layouts import Layout, normalize
 from .boundary import to_dtensor
 from .compared_inputs import facts_of_all
-from .gradient_parts import check_made_of, parts_kept
 from .module_kinds import describe_module
+from .provenance import check_made_of, parts_kept
 
 __all__ = ["WrittenInto", "beside"]
 

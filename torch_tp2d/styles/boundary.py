@@ -25,8 +25,8 @@ from ..ops.matmul.inputs import Shared, gather
 from ..runtime.reductions import of_pass
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
-from .gradient_parts import check_made_of, parts_asked
 from .module_kinds import describe_module
+from .provenance import check_made_of, parts_asked
 from .twins import twin_of
 
 __all__ = ["Entry", "Exit", "check_handed", "dims_needed", "shards_of", "to_dtensor"]
@@ -85,7 +85,7 @@ class Entry:
         if isinstance(x, DTensor):
             grid.layout(x, self.row_dim)
             return
-        check_handed(x, self.declared, module, grid)
+        check_handed(x, self.declared, module, grid, certain=self.certain)
         if self.declared != self.wanted:
             grid.check_part(grid.without_stand_in(x, self.declared), self.declared, self.wanted)
 
@@ -136,7 +136,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         else:
             x = x.to_local()
     else:
-        check_handed(x, declared, module, grid)
+        check_handed(x, declared, module, grid, certain=entry.certain)
         own_account = parts_asked(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
         if any(own_account):
@@ -235,11 +235,12 @@ def _with_own_parts(
     return x, (have[0], have[1])
 
 
-def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> None:
+def check_handed(
+    x: Tensor, declared: Layout, module: nn.Module, grid: Grid, *, certain: bool = False
+) -> None:
     """Refuse a local tensor that a style has handed out in another layout than is declared.
 
-    And one that is made of what was whole where it is split itself, see
-    :func:`~torch_tp2d.styles.gradient_parts.check_made_of`.
+    And one that is made of such: :func:`~torch_tp2d.styles.provenance.check_made_of`.
 
     Raises:
         ValueError: on every rank alike.
@@ -254,7 +255,7 @@ def check_handed(x: Tensor, declared: Layout, module: nn.Module, grid: Grid) -> 
             f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
             f"use_local_output=False"
         )
-    check_made_of([x], normalize(declared, x.ndim), module, grid)
+    check_made_of([x], normalize(declared, x.ndim), module, grid, certain=certain)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,15 +17,15 @@ from .._torch_compat import tree_leaves, tree_map_only
 from ..mesh.axes import names_of
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, hand_out, said_of
-from ..mesh.layouts import Layout, as_layout, normalize, row_layout
+from ..mesh.layouts import Layout, as_layout, is_pair, normalize, row_layout
 from .base import AS_INPUT, GridStyle, LayoutLike, Resolved, Runner
 from .boundary import check_handed, to_dtensor
-from .gradient_parts import check_made_of, parts_asked
 from .local_math import run_locally
 from .masks import Masks
 from .mixed_tokens import refusing_mixed
 from .module_kinds import describe_module
 from .own_dropout import OwnDropout
+from .provenance import parts_asked
 from .surroundings import UNKNOWN, layout_made_of, tokens_by_sizes
 
 __all__ = ["Local2D"]
@@ -102,6 +102,7 @@ class Local2D(GridStyle):
         self.input_layouts = (
             None if input_layouts is None else as_layout(input_layouts, row_layout(), row=Shard(0))
         )
+        self.certain = is_pair(input_layouts)
         self.use_local_output = use_local_output
         self.surroundings = UNKNOWN
 
@@ -163,6 +164,7 @@ class _LocalRunner(Runner):
         self.grid = grid
         self.use_local_output = style.use_local_output
         self.declared, self.surroundings = style.input_layouts, style.surroundings
+        self.certain = style.certain
         self.sees_all = self.declared == (dt.Replicate(), dt.Replicate())
         # Each row has its own samples, unless every row has all of them.
         self.samples: Layout = (dt.Replicate(), dt.Replicate()) if self.sees_all else row_layout()
@@ -239,14 +241,13 @@ class _LocalRunner(Runner):
                     f"have the dims of its input_layouts={declared}: declare those of its first "
                     f"tensor"
                 )
-            check_handed(x, declared, module, grid)
             layout = declared
         elif grid.handed(x) is None and self.surroundings.sees_heads(module, x, grid):
             return self.samples, _NEITHER, True
         else:
             layout = self._found(module, x)
         layout = normalize(layout, x.ndim)
-        check_made_of([x], layout, module, grid)
+        check_handed(x, layout, module, grid, certain=self.certain)
         parts = parts_asked(x, layout, module, grid)
         if declared is None and grid.row.size > 1 and layout[0].is_replicate() and not parts[0]:
             raise ValueError(
@@ -315,9 +316,12 @@ class _LocalRunner(Runner):
             return self._of_samples(y, call)
         dims = x.ndim if Shard(x.ndim - 1) in layout else x.ndim - 1
         alike = y.shape[:dims] == x.shape[:dims]
+        # The user has said that the input is whole, whatever it is made of; so the output is.
+        of_samples = self.certain and layout == self.samples and y.shape[:1] == x.shape[:1]
         axes = list(zip((grid.row, grid.col), layout, self.samples, strict=True))
         apart = [axis.name for axis, have, of in axes if axis.size > 1 and have != of]
-        if alike and y.is_floating_point() and (apart or said_of(x).layout is not None):
+        told = of_samples or (alike and (apart or said_of(x).layout is not None))
+        if told and y.is_floating_point():
             y = hand_out(y, self._noted(y, x, call))
         if not apart:
             return self._of_samples(y, call)

@@ -21,7 +21,6 @@ from .beside import WrittenInto, beside
 from .boundary import check_handed, to_dtensor
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
-from .gradient_parts import parts_asked
 from .local_math import (
     local_math,
     parameters_inside,
@@ -32,6 +31,7 @@ from .local_math import (
 from .masks import Masks
 from .module_kinds import describe_module, is_conv1d, is_linear
 from .own_dropout import OwnDropout
+from .provenance import parts_asked
 from .surroundings import UNKNOWN, Surroundings
 from .whole_samples import pass_by_nothing, run_mixing, run_on_samples, runs_alone
 
@@ -113,7 +113,7 @@ class WholeRunner(Runner):
                 self.surroundings.check_features(self.here, module, x, self.grid)
                 declared = self.surroundings.layout(self.here, x, self.row_dim, self.grid)
             declared = normalize(declared, x.ndim)
-            check_handed(x, declared, module, self.grid)
+            check_handed(x, declared, module, self.grid, certain=self.certain)
             parts = parts_asked(x, declared, module, self.grid)
             if any(parts) and Shard(x.ndim - 1) not in declared:
                 # Then the parameters' gradients are parts too.

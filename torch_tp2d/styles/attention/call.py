@@ -18,9 +18,9 @@ from ...mesh.layouts import Layout
 from ...ops.attention import Heads, Order, Spec, gathered, ring
 from ...ops.attention.block import attend_to_all, repeat_heads
 from ...ops.dropout import dropout
-from ..gradient_parts import check_made_of
 from ..masks import next_key
 from ..module_kinds import describe_module
+from ..provenance import check_made_of
 from .blocks import SEQUENCE, two_phase_on
 from .side_grads import check_rows, with_whole_grad
 from .tokens import Tokens

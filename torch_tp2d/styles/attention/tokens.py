@@ -17,8 +17,8 @@ from ...mesh.handed import Handed, hand_out, made_of, notes_of, said_of
 from ...mesh.layouts import TP_COL, TP_ROW, Layout, normalize
 from ..boundary import check_handed
 from ..gathered_inputs import gather_for_module
-from ..gradient_parts import parts_kept
 from ..module_kinds import describe_module
+from ..provenance import parts_kept
 from .flex import Share, own_blocks
 from .side_grads import with_whole_grad
 

@@ -21,9 +21,9 @@ from ..boundary import check_handed, to_dtensor
 from ..canonical import canonical
 from ..compared_inputs import facts_of_all
 from ..gathered_inputs import gather_for_module
-from ..gradient_parts import parts_kept
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
+from ..provenance import parts_kept
 
 __all__ = ["LiftedPrepare"]
 

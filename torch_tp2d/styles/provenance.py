@@ -25,7 +25,14 @@ from .module_kinds import describe_module
 __all__ = ["check_made_of", "parts_asked", "parts_kept"]
 
 
-def check_made_of(values: Sequence[Tensor], layout: Layout, module: nn.Module, grid: Grid) -> None:
+def check_made_of(
+    values: Sequence[Tensor],
+    layout: Layout,
+    module: nn.Module,
+    grid: Grid,
+    *,
+    certain: bool = False,
+) -> None:
     """Refuse local tensors that are made of what is whole where they are split, or the reverse.
 
     What is whole along an axis and meets what is split there would be given this rank's part of its
@@ -36,6 +43,8 @@ def check_made_of(values: Sequence[Tensor], layout: Layout, module: nn.Module, g
 
     Args:
         values: what ``module`` is given, all in ``layout``.
+        certain: the user declared the layout on both axes. Then what is made of a part may be
+            whole, by sums of the user's own.
 
     Raises:
         ValueError: on every rank. In a compiled graph, and without gradients, nothing is told; nor
@@ -59,13 +68,14 @@ def check_made_of(values: Sequence[Tensor], layout: Layout, module: nn.Module, g
                     f"{made}, whole along {_listed(along)}: each rank has a part of its gradient "
                     f"there, which that module does not sum. {_mend(note, along)}"
                 )
-            if along := _split(note) & whole:
+            if (along := _split(note) & whole) and not certain:
                 raise ValueError(
                     f"{made}, of which each rank has a part along {_listed(along)}: it would have "
                     f"to be gathered before it is used so. Give the module that hands it out "
                     f"output_layouts that are whole there, PrepareModuleInput to a module around, "
-                    f"or have it hand on a DTensor (use_local_output=False); if it is still split, "
-                    f"say so by input_layouts"
+                    f"or have it hand on a DTensor (use_local_output=False). If it is still split, "
+                    f"say so by input_layouts; if your own code has gathered or summed it, by a "
+                    f"pair, input_layouts={layout}"
                 )
 
 

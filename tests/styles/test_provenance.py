@@ -1,4 +1,4 @@
-"""What is whole along an axis and meets what is split there: gates, shared keys, conditions.
+"""What the user's code makes of what styles hand out: whole, split, and whose gradient it has.
 
 Found with a gate of each token beside split features: its gradient was one column's part, with no
 error and the right loss, 55 to 110 % off, and what the gate is computed from was wrong with it. So
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParall
 
 import torch_tp2d
 from support.marks import deep
-from support.models import grid_mesh, relative
+from support.models import grid_mesh, noise, relative
 from support.world import run
 from torch_tp2d import Attention2D, Colwise2D, Local2D, Rowwise2D, attention_projections
 
@@ -338,3 +339,74 @@ def test_what_asks_for_a_part_is_not_given_a_sum(rows: int, columns: int) -> Non
 def test_what_is_made_of_both_kinds_is_refused() -> None:
     for message in run(4, _of_both_kinds, 2, 2):
         assert "whose maker sums its gradient along tp_col, and of one that" in message, message
+
+
+class _Pooled(nn.Module):
+    """What is made of tokens before the Linear that takes it."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 30), nn.Linear(30, HIDDEN)
+        self.pooler, self.out, self.pool = nn.Linear(HIDDEN, 9), nn.Linear(9, 5), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(self.up(x).sin())
+        return self.out(self.pooler(self.pool(x)).tanh())
+
+
+POOLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the first": lambda x: x[:, :1],
+    "the first, without its dim": lambda x: x[:, 0],
+    "a mean": lambda x: x.mean(1, keepdim=True),
+    "all of them": lambda x: 2 * x,
+}
+
+
+def _pooled(rows: int, columns: int, out: Any, *, embeds: bool) -> dict[str, str]:
+    """What comes of each: an error, or the largest difference."""
+    mesh, found = grid_mesh(rows, columns), {}
+    tokens = noise(4, 8, HIDDEN)
+    for name, pool in POOLS.items():
+        torch.manual_seed(0)
+        one = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), _Pooled(pool)).double()
+        whole: Any = torch.arange(32).view(4, 8) % VOCAB
+        given = whole
+        plan: Plan = {
+            "0": Rowwise2D(output_layouts=Replicate()),
+            "1.up": Colwise2D(),
+            "1.down": Rowwise2D(output_layouts=out),
+            "1.pooler": Colwise2D(),
+            "1.out": Rowwise2D(output_layouts=WHOLE),
+        }
+        if not embeds:
+            one, whole = nn.Sequential(one[1]), tokens
+            given = tokens.chunk(rows)[mesh.get_local_rank("tp_row")].clone()
+            plan = {f"0.{key[2:]}": style for key, style in plan.items() if key != "0"}
+        several = torch_tp2d.parallelize_module(copy.deepcopy(one), mesh, plan)
+        try:
+            y, wanted = several(given), one(whole)
+            y.sin().sum().backward()
+            wanted.sin().sum().backward()
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        pairs = zip(one.parameters(), several.parameters(), strict=True)
+        worst = max(relative(b.grad.full_tensor(), a.grad) for a, b in pairs)
+        found[name] = f"{max(worst, relative(y, wanted)):.0e}"
+    return found
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+def test_what_is_made_of_some_tokens_is_not_taken_for_whole(embeds: bool) -> None:
+    """``x[:, 0]`` of a split sequence was another token on each column, and taken for the first.
+
+    By the sizes of the tokens that an embedding has noted only a tensor of as many dims and tokens
+    could be told, so that a pooler, a mean and even ``2 * x`` gave another loss, without an error.
+    """
+    for found in run(4, partial(_pooled, embeds=embeds), 2, 2, Shard(1)):
+        for name, message in found.items():
+            assert "of which each rank has a part along tp_col" in message, (name, message)
+            assert "Linear(in_features=30, out_features=24, bias=True) has handed out" in message
+    for found in run(4, partial(_pooled, embeds=embeds), 2, 2, Replicate()):
+        for name, message in found.items():
+            assert float(message) < 1e-11, (name, message)
