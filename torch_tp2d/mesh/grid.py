@@ -47,7 +47,13 @@ class Grid:
             raise ValueError(
                 f'axes is "{TP_COL}", "{TP_ROW}" or ("{TP_ROW}", "{TP_COL}"), not {axes!r}'
             )
-
+        sizes = dict(zip((TP_ROW, TP_COL), mesh.shape, strict=True))
+        row, col = names_of(self.axes)
+        self.several = (
+            frozenset(name for name in row if sizes[name] > 1),
+            frozenset(name for name in col if sizes[name] > 1),
+        )
+        """Along row and col, the names of the mesh's axes of several ranks."""
         # Made here, as Dynamo of torch 2.12 makes no copy of an axis.
         self.fused_col = replace(self.col, fuses=True)
 

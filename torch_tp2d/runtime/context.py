@@ -89,7 +89,7 @@ class Context:
         """The user's own tensors whose gradients attention sums, to be known in a recomputation."""
         self.compared: WeakSet[nn.Module] = WeakSet()
         """Modules whose inputs from outside the plan were compared over the mesh rows."""
-        self.followed: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()
+        self.followed: WeakKeyDictionary[nn.Module, tuple[Layout, ...]] = WeakKeyDictionary()
         """Modules, and layouts, of which it was looked up what their local inputs are made of."""
         self.backwards: dict[int, Backward] = {}
         """The running backward passes, by autograd's graph task id."""

@@ -96,7 +96,7 @@ class Entry:
         :class:`~torch_tp2d.ops.matmul.inputs.Shared`.
 
         Args:
-            pipelined: the op takes its input piece by piece.
+            pipelined: the op takes its input piece by piece; in eager, :meth:`check` was called.
         """
         result = _entered(x, self, module, pipelined)
         if not isinstance(x, DTensor):
@@ -136,7 +136,8 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         else:
             x = x.to_local()
     else:
-        check_handed(x, declared, module, grid, certain=entry.certain)
+        if not pipelined or in_graph():
+            check_handed(x, declared, module, grid, certain=entry.certain)
         own_account = parts_asked(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
         if any(own_account):
@@ -255,7 +256,7 @@ def check_handed(
             f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
             f"use_local_output=False"
         )
-    check_made_of([x], normalize(declared, x.ndim), module, grid, certain=certain)
+    check_made_of([x], declared, module, grid, certain=certain)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from .._once import once_differentiable
@@ -17,7 +17,6 @@ from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
 from ..runtime.deferred import Gathering, Transfer
 from .boundary import shards_of
-from .module_kinds import describe_module
 from .twins import keep_twin
 
 __all__ = ["gather_for_module"]
@@ -45,7 +44,7 @@ class _Attach(torch.autograd.Function):
 def gather_for_module(
     x: Tensor,
     declared: Layout,
-    module: nn.Module,
+    by: str,
     grid: Grid,
     shape: Sequence[int] | None,
     parts: tuple[bool, bool],
@@ -57,9 +56,10 @@ def gather_for_module(
     reduce-scatter.
 
     Args:
+        by: names the module, for messages.
         parts: along row and col, whether the maker of ``x`` sums its gradient.
     """
-    declared, by = normalize(declared, x.ndim), describe_module(module)
+    declared = normalize(declared, x.ndim)
     wanted = declared[0], Replicate()
     sizes = grid.sizes_of(x) if shape is None else tuple(shape[:-1])
     if grid.col.size == 1 or not isinstance(declared[1], Shard):

@@ -50,15 +50,19 @@ def check_made_of(
         ValueError: on every rank. In a compiled graph, and without gradients, nothing is told; nor
             of what an autograd Function has made, which may send by itself.
     """
+    if in_graph():
+        return
+    before = grid.context.followed.get(module, ())
+    if layout in before and not debug.is_on():
+        return
     learning = [x for x in values if x.requires_grad]
-    if in_graph() or not (learning and torch.is_grad_enabled()):
+    if not learning or not torch.is_grad_enabled():
         return
-    followed = grid.context.followed.setdefault(module, set())
-    if layout in followed and not debug.is_on():
-        return
-    followed.add(layout)
+    if layout not in before:
+        grid.context.followed[module] = (*before, layout)
+    layout = normalize(layout, learning[0].ndim)
     split, whole = (_names(layout, kind, grid) for kind in (Shard, Replicate))
-    for x in learning if split or whole else ():
+    for x in learning:
         if said_of(x).layout is not None:
             continue
         for note in notes_of(x, beyond_functions=False)[0]:
@@ -92,15 +96,16 @@ def parts_asked(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> tup
     Raises:
         ValueError: if ``x`` is also made of what is to be given a whole gradient.
     """
-    said = said_of(x)
-    if in_graph():
-        on_row, on_col = (not names.isdisjoint(said.shares) for names in names_of(grid.axes))
-        return grid.row.size > 1 and on_row, grid.col.size > 1 and on_col
-    whole = _names(layout, Replicate, grid)
-    if not whole:
+    row, col = grid.several
+    row = row if isinstance(layout[0], Replicate) else frozenset()
+    col = col if isinstance(layout[1], Replicate) else frozenset()
+    if not (row or col):
         return False, False
-    notes = [said] if said.layout is not None else notes_of(x, beyond_functions=False)[0]
-    asked = frozenset[str]().union(*(note.shares for note in notes)) & whole
+    said = said_of(x)
+    if in_graph() or said.layout is not None:
+        return not row.isdisjoint(said.shares), not col.isdisjoint(said.shares)
+    notes, _ = notes_of(x, beyond_functions=False)
+    asked = frozenset[str]().union(*(note.shares for note in notes)) & (row | col)
     for note in notes if asked else ():
         if along := _whole(note) & asked:
             raise ValueError(
@@ -108,8 +113,7 @@ def parts_asked(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> tup
                 f"along {_listed(along)}, and of one that {_handed_out(note)}, whose maker does "
                 f"not. {_mend(note, along)}"
             )
-    row, col = (not names.isdisjoint(asked) for names in names_of(grid.axes))
-    return row, col
+    return not row.isdisjoint(asked), not col.isdisjoint(asked)
 
 
 def parts_kept(
@@ -135,12 +139,9 @@ def parts_kept(
 
 
 def _names(layout: Layout, kind: type, grid: Grid) -> frozenset[str]:
-    """The names of the mesh axes of several ranks along which a layout places so."""
-    if not any(isinstance(p, kind) for p in layout):
-        return frozenset()
-    several = {n for n, size in zip((TP_ROW, TP_COL), grid.mesh.shape, strict=True) if size > 1}
-    pairs = zip(names_of(grid.axes), layout, strict=True)
-    return frozenset[str]().union(*(of for of, p in pairs if isinstance(p, kind))) & several
+    """The names of the mesh's axes of several ranks along which a layout places so."""
+    pairs = zip(grid.several, layout, strict=True)
+    return frozenset[str]().union(*(names for names, p in pairs if isinstance(p, kind)))
 
 
 def _whole(note: Handed) -> frozenset[str]:

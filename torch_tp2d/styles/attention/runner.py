@@ -31,7 +31,7 @@ class AttentionRunner(Runner):
     style = "Attention2D"
 
     def __init__(self, style: Attention2D, module: nn.Module, grid: Grid) -> None:
-        self.grid = grid
+        self.grid, self.by = grid, describe_module(module)
         self.row_dim = style.row_dim
         self.declared = style.input_layouts
         self.algorithm = style.algorithm

@@ -113,7 +113,7 @@ class Tokens:
         if layout[0] != row:
             x = self.grid.redistribute(x, layout, (row, layout[1]), shape=shape)
             layout = row, layout[1]
-        return gather_for_module(x, layout, self.module, self.grid, shape, parts)
+        return gather_for_module(x, layout, self.runner.by, self.grid, shape, parts)
 
     def _cut(self, x: Tensor, name: str) -> Tensor:
         """This row's and column's part of an input that covers all tokens and heads."""

@@ -60,12 +60,12 @@ class LiftedPrepare(GridStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         grid = Grid(device_mesh, self.axes)
         if self.inputs is not None:
-            hook = _InputHook(self.inputs, grid, self.row_dim, self.local_input)
+            hook = _InputHook(self.inputs, grid, self.row_dim, self.local_input, module)
             hook.settle(module, self.giving)
             module.register_forward_pre_hook(hook, with_kwargs=True)
         if self.outputs is not None:
             module.register_forward_hook(
-                _OutputHook(self.outputs, grid, self.row_dim, self.local_output)
+                _OutputHook(self.outputs, grid, self.row_dim, self.local_output, module)
             )
         return module
 
@@ -161,8 +161,8 @@ class _Inputs:
 
 
 class _Hook:
-    def __init__(self, grid: Grid, row_dim: int) -> None:
-        self.grid = grid
+    def __init__(self, grid: Grid, row_dim: int, module: nn.Module) -> None:
+        self.grid, self.by = grid, describe_module(module)
         self.row_dim = row_dim
         self.styles_inside = True
         """Whether a style inside may take a prepared tensor, maybe piece by piece as it arrives."""
@@ -209,10 +209,9 @@ class _Hook:
             value = self.grid.without_stand_in(value, have_layout)
         gathers = isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard)
         if gathers and have_layout[0] == want_layout[0] and self.styles_inside:
-            return gather_for_module(value, have_layout, module, self.grid, shape, parts)
+            return gather_for_module(value, have_layout, self.by, self.grid, shape, parts)
         moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
-        by = describe_module(module)
-        return self.grid.with_stand_in(moved, want_layout, sizes, shares=parts, by=by)
+        return self.grid.with_stand_in(moved, want_layout, sizes, shares=parts, by=self.by)
 
     def _as_dtensor(self, value: Tensor, have: Layout, want: Layout) -> DTensor:
         if not isinstance(value, DTensor):
@@ -244,8 +243,15 @@ def _prepares(given: Sequence[_Input | None]) -> Resolved:
 class _InputHook(_Hook):
     style = "PrepareModuleInput"
 
-    def __init__(self, inputs: _Inputs, grid: Grid, row_dim: int, asked: bool | None) -> None:
-        super().__init__(grid, row_dim)
+    def __init__(
+        self,
+        inputs: _Inputs,
+        grid: Grid,
+        row_dim: int,
+        asked: bool | None,
+        module: nn.Module,
+    ) -> None:
+        super().__init__(grid, row_dim, module)
         self.inputs = inputs
         self.asked = asked
         self.use_local = asked is not False
@@ -328,8 +334,15 @@ class _InputHook(_Hook):
 class _OutputHook(_Hook):
     style = "PrepareModuleOutput"
 
-    def __init__(self, style: PrepareModuleOutput, grid: Grid, row_dim: int, use_local: bool):
-        super().__init__(grid, row_dim)
+    def __init__(
+        self,
+        style: PrepareModuleOutput,
+        grid: Grid,
+        row_dim: int,
+        use_local: bool,
+        module: nn.Module,
+    ) -> None:
+        super().__init__(grid, row_dim, module)
         self.use_local = use_local
         row = Shard(row_dim)
         self.outputs: list[_Input | None] = []
