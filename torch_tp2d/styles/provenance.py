@@ -66,16 +66,17 @@ def check_made_of(
         if said_of(x).layout is not None:
             continue
         for note in notes_of(x, beyond_functions=False)[0]:
-            made = f"{_given(x, layout, module, grid)} made of one that {_handed_out(note)}"
             if along := _whole(note) & split:
                 raise ValueError(
-                    f"{made}, whole along {_listed(along)}: each rank has a part of its gradient "
-                    f"there, which that module does not sum. {_mend(note, along)}"
+                    f"{_made(x, layout, module, grid, note)}, whole along {_listed(along)}: each "
+                    f"rank has a part of its gradient there, which that module does not sum. "
+                    f"{_mend(note, along)}"
                 )
             if (along := _split(note) & whole) and not certain:
                 raise ValueError(
-                    f"{made}, of which each rank has a part along {_listed(along)}: it would have "
-                    f"to be gathered before it is used so. Give the module that hands it out "
+                    f"{_made(x, layout, module, grid, note)}, of which each rank has a part along "
+                    f"{_listed(along)}: it would have to be gathered before it is used so. Give "
+                    f"the module that hands it out "
                     f"output_layouts that are whole there, PrepareModuleInput to a module around, "
                     f"or have it hand on a DTensor (use_local_output=False). If it is still split, "
                     f"say so by input_layouts; if your own code has gathered or summed it, by a "
@@ -167,6 +168,10 @@ def _given(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> str:
         f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is given a local tensor of "
         f"shape {tuple(x.shape)} in layout {layout},"
     )
+
+
+def _made(x: Tensor, layout: Layout, module: nn.Module, grid: Grid, note: Handed) -> str:
+    return f"{_given(x, layout, module, grid)} made of one that {_handed_out(note)}"
 
 
 def _handed_out(note: Handed) -> str:
