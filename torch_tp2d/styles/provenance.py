@@ -3,7 +3,8 @@
 A style hands out what is whole along an axis for a gradient that is whole as well, the same on
 every rank; by ``grad_layouts`` of Partial() for each rank's part, which it sums. The user's code
 may combine it with features or tokens that are split along the axis, as a gate of each token with
-the features of a feed-forward layer: then it hands back a part.
+the features of a feed-forward layer: then it hands back a part. And what it makes of tokens that
+are split, a mean over them, is of this rank's part of them.
 """
 
 from __future__ import annotations
