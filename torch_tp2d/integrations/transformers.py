@@ -39,6 +39,7 @@ from ..parallelize.first_forward import FirstForward
 from ..parallelize.plan import checked_entries, parallelize_module
 from ..parallelize.resolve import Entry
 from ..parallelize.ties import ties_of
+from ..parallelize.written_buffers import WrittenBuffers
 from ..plans import plan_for
 from ..styles.base import GridStyle, place_parameter, tied_message
 from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
@@ -152,6 +153,7 @@ def from_pretrained(
         if not entry.name:
             entry.style._apply(model, mesh)
     FirstForward.watch(model, mesh, [[_found(model, tied) for tied in group] for group in ties])
+    WrittenBuffers.watch(model, mesh)
     return model
 
 

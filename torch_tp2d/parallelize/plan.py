@@ -26,6 +26,7 @@ from .first_forward import FirstForward
 from .fused import check_fused
 from .resolve import Entry, entries_of, is_hook
 from .ties import tie_again, ties_of
+from .written_buffers import WrittenBuffers
 
 __all__ = ["parallelize_module"]
 
@@ -90,6 +91,7 @@ def parallelize_module(
         entry.style._apply(entry.module, mesh)
     tie_again(ties)
     FirstForward.watch(module, mesh, ties)
+    WrittenBuffers.watch(module, mesh)
     Forward(context_of(mesh)).watch(module)
     return module
 

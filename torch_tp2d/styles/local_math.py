@@ -70,21 +70,42 @@ def run_locally(
         for tensor, is_split in zip(local, split, strict=True):
             if tensor.grad_fn is not None:
                 hand_out(tensor, Handed(sums=done | names[1] if is_split else done))
+    if in_graph():
+        return _run_in_graph(params, on_mesh, local, forward, args, kwargs)
     _put_in_place(params, local)
     try:
         y = forward(*args, **kwargs)
     finally:
         for owner, name in params:
             del owner.__dict__[name]
-    if not in_graph():
-        _put_in_place_in_backward(params, local, y, grid.context)
+    _put_in_place_in_backward(params, local, y, grid.context)
     return y
+
+
+def _run_in_graph(
+    params: Sequence[tuple[nn.Module, str]],
+    on_mesh: Sequence[Any],
+    local: Sequence[Any],
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A forward on ``local`` in the place of parameters, as ``functional_call`` has it in a graph.
+
+    An instance attribute that is deleted again is, for torch 2.12's Dynamo, the parameter deleted.
+    """
+    for (owner, name), tensor in zip(params, local, strict=True):
+        parameters_of(owner)[name] = tensor
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for (owner, name), param in zip(params, on_mesh, strict=True):
+            parameters_of(owner)[name] = param
 
 
 def _put_in_place(params: Sequence[tuple[nn.Module, str]], local: Sequence[Tensor]) -> None:
     for (owner, name), tensor in zip(params, local, strict=True):
-        # An instance attribute is found before the registered parameter, which stays in place. By
-        # __dict__, since Dynamo cannot trace object.__delattr__.
+        # An instance attribute is found before the registered parameter, which stays in place.
         owner.__dict__[name] = tensor
 
 
