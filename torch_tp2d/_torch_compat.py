@@ -1,9 +1,8 @@
 """Every private name of torch that the package uses, and what it is used for.
 
-The rest of the package imports these from here, under torch's name without the underscore where
-they are torch's unchanged. ``tests/arithmetic/test_torch_compat*.py`` have a test for each of them,
-whose name tells what a release of torch has moved; ``test_package.py`` allows no private names
-elsewhere.
+Under torch's name without the underscore where they are torch's unchanged. Each has a test in
+``tests/arithmetic/test_torch_compat*.py``, whose name tells what a release of torch has moved;
+``test_package.py`` allows no private names elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.distributed_c10d import _get_default_timeout, _resolve_process_group
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -166,6 +164,9 @@ def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:
     return True
 
 
+top_saved_tensors_default_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+"""The hooks by which tensors are saved, as checkpointing sets them; None if they are kept."""
+
 # Operators; flex_attention_op is what an Intercept gives a mask for the grid's shards.
 c10d_functional: Any = torch.ops._c10d_functional
 """The functional collectives, which can be traced."""
@@ -280,8 +281,7 @@ def fake_world(ranks: int, rank: int) -> Iterator[int]:
         tags_to_pg={},
         pg_coalesce_state={},
         comms=[],
-        # So that names differ from those of the process's own groups.
-        group_count=1 << 30,
+        group_count=1 << 30,  # So that names differ from those of the process's own groups.
     )
     c10d._world = here
     try:
@@ -298,7 +298,7 @@ def fake_world(ranks: int, rank: int) -> Iterator[int]:
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, by which the functional collectives refer to it."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -316,7 +316,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 def default_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout of a group of this backend that was given none."""
-    return _get_default_timeout(dist.get_backend(group))
+    return c10d._get_default_timeout(dist.get_backend(group))
 
 
 def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:

@@ -133,6 +133,19 @@ def _() -> None:
                 ask(torch.ones(1))
 
 
+@of("top_saved_tensors_default_hooks")
+def _() -> None:
+    x, found = torch.ones(2, requires_grad=True), []
+
+    def looks(x: Tensor) -> Tensor:
+        found.append(compat.top_saved_tensors_default_hooks(True))
+        return x.exp()
+
+    looks(x), checkpoint(looks, x, use_reentrant=False)
+    kept, by_hooks = found
+    assert kept is None and by_hooks is not None
+
+
 @of("nodes_made", "number_of_node")
 def _() -> None:
     x = torch.ones(2, requires_grad=True)

@@ -22,6 +22,7 @@ from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import feed, gradients, no_difference, spread, whole
 from torch_tp2d import Colwise2D, Local2D, Rowwise2D, parallelize_module
+from torch_tp2d.styles.mixed_tokens import mixes
 
 WIDTH, VOCAB = 6, 11
 ROW, TOKENS = (Shard(0), Replicate()), (Shard(0), Shard(1))
@@ -215,41 +216,58 @@ class Own(Scale):
         return super().forward(Doubled.apply(x))
 
 
+class Outside(nn.Module):
+    """One whose graph is made again for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
 def _mixed() -> list[str]:
-    mesh, said, was_on = grid_mesh(1, 2), [], torch_tp2d.debug.is_on()
-    torch_tp2d.debug.enable()
-    for module in (Shifted, Softmaxed, Scale, Viewed, Checkpointed, Own):
-        reference, model = _pair(Model(module), mesh, _plan(Shard(1), Local2D()))
+    mesh, said = grid_mesh(1, 2), []
+    for module, length in (
+        *((Shifted, 6), (Softmaxed, 6), (Shifted, 3)),
+        *((kind, 6) for kind in (Scale, Viewed, Checkpointed, Outside, Own)),
+    ):
+        plan = _plan(Shard(1), Local2D())
+        if module is Outside:
+            plan["last.inner"] = plan.pop("last")
+        reference, model = _pair(Model(module), mesh, plan)
         try:
-            differs = _differs(reference, model, _ids(4, 6))
+            differs = _differs(reference, model, _ids(4, length))
             said.append(f"differs by {max(differs.values()) > 1e-10}")
         except ValueError as error:
             said.append(str(error))
-    (torch_tp2d.debug.enable if was_on else torch_tp2d.debug.disable)()
     # One by the reference, one by the model.
     return [*said, f"{Doubled.times} times"]
 
 
-def test_debug_mode_tells_of_tokens_that_are_mixed() -> None:
+def test_tokens_that_are_mixed_are_refused() -> None:
     """Of split tokens each rank mixed its own: loss and gradients were others, and nothing said so.
 
     The sizes tell nothing where as many tokens come out. What follows an output back to the input
-    does, but it runs what the module has for backward, so that only debug mode asks.
+    does; debug mode alone asked that. Of three tokens the second column has one, which tells
+    nothing there: it has to hear of the first's.
     """
-    for shifted, softmaxed, *one_by_one, times in world.run(2, _mixed):
-        for message in (shifted, softmaxed):
+    for *mixed, scale, viewed, inside, outside, own, times in world.run(2, _mixed):
+        for message in mixed:
             assert "mixes the tokens of dim 1" in message and "tp_col=2" in message
             assert "torch_tp2d.Replicate()" in message
-        assert set(one_by_one) == {"differs by False"}
-        assert times == "2 times"
+        assert {scale, viewed, inside, outside, own} == {"differs by False"}
+        assert len(mixed) == 3 and times == "2 times"
 
 
 def test_a_root_of_zero_mixes_no_tokens() -> None:
     """The gradient of every other token, zero, is NaN there: it was taken for one."""
     x = torch.zeros(2, 3, 4, requires_grad=True)
-    assert not torch_tp2d.debug.mixes(x, x.sqrt(), 1)
-    assert torch_tp2d.debug.mixes(x, x.cumsum(1), 1)
-    assert torch_tp2d.debug.mixes(x, x.flip(1).cumsum(1).flip(1), 1)
+    assert not mixes(x, x.sqrt(), 1)
+    assert mixes(x, x.cumsum(1), 1)
+    assert mixes(x, x.flip(1).cumsum(1).flip(1), 1)
 
 
 class Normed(nn.Module):

@@ -11,18 +11,14 @@
    that are replicated along an axis are compared over the ranks of that axis, and so are their
    gradients. If some layer forgets to sum a gradient, the gradients differ between the ranks, and
    the copies of the parameter drift apart while the loss looks right.
-3. At the first forward of a module under :class:`~torch_tp2d.Local2D` that is given some of the
-   tokens, its first and last output are followed back: one that was made of other tokens lacks
-   those of other ranks.
 
 The cost is one round trip between the ranks per collective. Collectives inside a compiled graph,
 on fake tensors or on a fake process group are not compared, nor are those of DTensor and FSDP.
 """
 
 from .collectives import RanksDisagree
-from .mixing import mixes
 from .switch import disable, enable, enable_by_environment, is_on, run_as_layer
 
-__all__ = ["RanksDisagree", "disable", "enable", "is_on", "mixes", "run_as_layer"]
+__all__ = ["RanksDisagree", "disable", "enable", "is_on", "run_as_layer"]
 
 enable_by_environment()

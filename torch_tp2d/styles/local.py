@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .. import debug
 from .._torch_compat import tree_leaves, tree_map_only
+from .._tracing import in_graph
 from ..mesh.axes import names_of
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, hand_out, said_of
@@ -185,7 +185,7 @@ class _LocalRunner(Runner):
         params = [(module, name) for name in self.names]
         own = self.own.replacing(forward, module)
         shares = not self.sees_all, self.has_whole and call.sees_shares
-        if debug.is_on() and not self.looked_at and call.x is not None:
+        if call.x is not None and not (self.looked_at or in_graph()):
             own = refusing_mixed(own, call.x, call.layout, self.grid, self.here, self._looked)
         y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
         if self.sees_all:

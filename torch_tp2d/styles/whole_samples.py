@@ -146,12 +146,27 @@ def run_mixing(
         masks: of the module, for the dropout in its code.
     """
     if not isinstance(module, nn.MultiheadAttention):
+        plain = _plain_buffers(module)
         with _OnDTensors(module, masks):
-            return forward(*args, **kwargs)
+            y = forward(*args, **kwargs)
+        for owner, name in plain:
+            # Made anew, of DTensors: it is saved, and used beside local tensors, as it was.
+            if isinstance(made := getattr(owner, name), DTensor):
+                setattr(owner, name, made.full_tensor())
+        return y
     if not module.training or not module.dropout:
         return _attention_on_samples(module, forward, args, kwargs, x, masks.grid)
     with Intercept(masks.drop, masks.attention, masks.here):
         return _attention_on_samples(module, forward, args, kwargs, x, masks.grid)
+
+
+def _plain_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, x in owner.named_buffers(recurse=False)
+        if not isinstance(x, DTensor)
+    ]
 
 
 def _attention_on_samples(

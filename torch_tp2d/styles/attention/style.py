@@ -242,7 +242,7 @@ class Attention2D(GridStyle):
             raise ValueError(
                 f"{describe_module(module)}: what the dims of its own parameters {asked} are is to "
                 f'be said: Attention2D(own_parameters={{name: ("heads",)}}) for what each head has '
-                f"its own of, (None,) for what all share"
+                f"its own of, (None,) for what all share, () for a single number"
             )
         for name, dims in self.own_parameters.items():
             if len(own.get(name, ())) != len(dims):
