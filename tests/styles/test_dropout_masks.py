@@ -100,7 +100,9 @@ def test_compiled_dropout() -> None:
             x = torch.randn(sizes, dtype=dtype)
             wanted = drop(x, dropped(key, p, index), p)
             torch.testing.assert_close(fused(x, key, p, index), wanted, rtol=1e-6, atol=0)
-    assert metrics.generated_kernel_count == 2 * 2, "of two dtypes"
+    # torch 2.12 takes each of the five rates for a constant, and has a graph of one kernel for it.
+    older = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+    assert metrics.generated_kernel_count == 2 * (5 if older else 2), "of two dtypes"
 
 
 def test_a_key_goes_with_tensors_of_any_device() -> None:
