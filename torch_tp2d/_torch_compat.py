@@ -271,18 +271,10 @@ def fake_world(ranks: int, rank: int) -> Iterator[int]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before, hook, first = c10d._world, sys.excepthook, next(_first_fake_rank)
-    here: Any = SimpleNamespace(
-        default_pg=None,
-        pg_map={},
-        pg_names={},
-        pg_group_ranks={},
-        pg_backend_config={},
-        pg_to_tag={},
-        tags_to_pg={},
-        pg_coalesce_state={},
-        comms=[],
-        group_count=1 << 30,  # So that names differ from those of the process's own groups.
-    )
+    kinds = "map names group_ranks backend_config to_tag coalesce_state"
+    tables: Any = {name: {} for name in ("tags_to_pg", *(f"pg_{kind}" for kind in kinds.split()))}
+    # So that names differ from those of the process's own groups.
+    here: Any = SimpleNamespace(default_pg=None, comms=[], group_count=1 << 30, **tables)
     c10d._world = here
     try:
         size = first + ranks
@@ -378,6 +370,11 @@ def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Hooks after a module's forward: a user's may change parameters."""
     return module._forward_hooks
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile``, or the module's own ``compile()``, compiles its calls."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 REPLICATE = "torch.distributed._composable.replicate"

@@ -36,6 +36,7 @@ from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.layouts import Layout
 from ..parallelize.check import check_heads
 from ..parallelize.first_forward import FirstForward
+from ..parallelize.local_sizes import LocalSizes
 from ..parallelize.plan import checked_entries, parallelize_module
 from ..parallelize.resolve import Entry
 from ..parallelize.ties import ties_of
@@ -154,6 +155,7 @@ def from_pretrained(
             entry.style._apply(model, mesh)
     FirstForward.watch(model, mesh, [[_found(model, tied) for tied in group] for group in ties])
     WrittenBuffers.watch(model, mesh)
+    LocalSizes.watch(model, mesh)
     return model
 
 

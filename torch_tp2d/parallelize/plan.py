@@ -24,6 +24,7 @@ from .around import with_surroundings
 from .check import check_entries, check_source, check_wrappers, facts_of
 from .first_forward import FirstForward
 from .fused import check_fused
+from .local_sizes import LocalSizes
 from .resolve import Entry, entries_of, is_hook
 from .ties import tie_again, ties_of
 from .written_buffers import WrittenBuffers
@@ -92,6 +93,7 @@ def parallelize_module(
     tie_again(ties)
     FirstForward.watch(module, mesh, ties)
     WrittenBuffers.watch(module, mesh)
+    LocalSizes.watch(module, mesh)
     Forward(context_of(mesh)).watch(module)
     return module
 

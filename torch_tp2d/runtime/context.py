@@ -110,6 +110,9 @@ class Context:
         """Changes of parameters that only their values show, which the ranks tell each other."""
         self.accumulation = Accumulation(self.unseen)
         """What the micro-batches of a step keep for the last one."""
+        self.attends: Callable[[Tensor, Tensor], None] | None = None
+        """Told of queries and their mask, while a first forward is watched for what is made by the
+        sizes of a rank's part (:mod:`torch_tp2d.parallelize.local_sizes`)."""
         self.attribute: Attribute | None = None
         """Set while transfers are attributed to modules (:mod:`torch_tp2d.planner.trace`)."""
 
