@@ -207,9 +207,6 @@ class _Watch(TorchFunctionMode):
                         )
 
     def _split_dims(self, x: Tensor) -> dict[int, int]:
-        known: dict[int, int] | None = self._split.get(x)
-        if known is not None:
-            return known
         note, found = said_of(x), dict[int, int]()
         if note.layout is not None and note.axes is not None and note.ndim == x.ndim:
             layout = on_mesh(normalize(note.layout, note.ndim), note.axes)
@@ -219,11 +216,14 @@ class _Watch(TorchFunctionMode):
                 # Samples are taken one by one by what makes anything for all of them.
                 if axis.size > 1 and type(p) is Shard and p.dim:
                     found[p.dim] = number
-            self._split[x] = found
-        return found
+            return found
+        known: dict[int, int] = self._split.get(x, found)
+        return known
 
     def _follow(self, name: str, given: list[Tensor], made: Tensor) -> None:
         """Functions that do not move dims: of single elements, and products."""
+        if name.endswith("_like"):
+            return
         product = name in ("matmul", "__matmul__", "bmm")
         elementwise = name in _ELEMENTWISE
         found: dict[int, int] = {}
@@ -248,25 +248,38 @@ class _Watch(TorchFunctionMode):
         """Functions that move dims: strides tell where those of a contiguous twin have gone."""
         split = self._split_dims(x)
         with torch.no_grad(), disable_current_modes():
-            twin = torch.empty(x.shape, dtype=x.dtype, device="meta")
+            # A dim of one has no stride of its own.
+            shape = [2 if at in split and size == 1 else size for at, size in enumerate(x.shape)]
             if name in _RESHAPES:
+                twin = torch.empty(x.shape, dtype=x.dtype, device="meta")
                 moved: Any = [twin.view(made[0].shape)]
             else:
-                moved = func(*(twin if one is x else one for one in args), **kwargs)
+                twin = torch.empty(shape, dtype=x.dtype, device="meta")
+                try:
+                    moved = func(*(twin if one is x else one for one in args), **kwargs)
+                except (IndexError, RuntimeError):
+                    return
                 moved = moved if isinstance(moved, tuple | list) else [moved]
-        for y, like in zip(made, moved, strict=True):
+        for y, like in zip(made, moved, strict=False):
+            if y.ndim != like.ndim:
+                continue
             found: dict[int, int] = {}
             for dim, axis in split.items():
+                if name in _RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
+                    found[dim] = axis
+                    continue
                 if name in _RESHAPES and dim == x.ndim - 1 and y.ndim > x.ndim:
                     # Features become heads and features of each: the heads are split.
                     if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
                         found[dim] = axis
                     continue
-                least, size = twin.stride(dim), x.shape[dim]
+                least, end = twin.stride(dim), twin.stride(dim) * twin.shape[dim]
                 there = [
                     (like.stride(at), at)
                     for at in range(like.ndim)
-                    if like.shape[at] > 1 and least <= like.stride(at) < least * size
+                    if like.shape[at] > 1
+                    and least <= like.stride(at)
+                    and like.stride(at) * like.shape[at] <= end
                 ]
                 if there:
                     found[max(there)[1]] = axis

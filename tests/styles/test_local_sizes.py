@@ -1,0 +1,208 @@
+"""What the user's code makes by the sizes that a rank sees: right, or refused by file and line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+import torch_tp2d
+from support import world
+from support.marks import deep
+from support.models import grid_mesh
+from support.one_module import gradients
+from torch_tp2d import (
+    Attention2D,
+    Colwise2D,
+    Local2D,
+    Rowwise2D,
+    attention_projections,
+    parallelize_module,
+)
+
+WIDTH, HEADS, VOCAB = 24, 4, 11
+
+
+class Sines(nn.Module):
+    """PositionalEncoding as tutorials have it: a table that is cut to the tokens that it sees."""
+
+    first = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(32)[:, None] * torch.linspace(0.1, 2, WIDTH)
+        self.register_buffer("table", angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table[self.first : self.first + x.shape[1]]
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.shape[1]))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return x + torch.rand_like(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.num_heads = kind, HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        mask = None
+        length = torch.arange(q.shape[2])
+        if self.kind == "rotary":
+            angles = (length[:, None] * torch.tensor([1.0, 0.1, 0.01])).repeat(1, 2)
+            q, k = (y * angles.cos() + _turned(y) * angles.sin() for y in (q, k))
+        elif self.kind == "slopes":
+            slopes = 2.0 ** -(torch.arange(self.num_heads) + 1.0)
+            mask = slopes[:, None, None] * -(length[:, None] - length).abs()
+        elif self.kind == "written out":
+            slopes = 2.0 ** -(torch.arange(q.shape[1]) + 1.0)
+            weights = q @ k.transpose(2, 3) - slopes[:, None, None] * (length[:, None] - length)
+            y = weights.softmax(-1) @ v
+            return self.o(y.transpose(1, 2).flatten(2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def _turned(x: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return torch.cat([-other, one], -1)
+
+
+class Model(nn.Module):
+    def __init__(self, middle: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.middle = middle()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.middle(self.embed(ids)))
+        return y
+
+
+def _between(stream: Any, style: Any = None) -> Callable[[DeviceMesh], dict[str, Any]]:
+    def plan(mesh: DeviceMesh) -> dict[str, Any]:
+        return {
+            "embed": Rowwise2D(input_layouts=Replicate(), output_layouts=stream),
+            "head": Colwise2D(input_layouts=stream, use_local_output=False),
+            **({} if style is None else {"middle.table": style()}),
+        }
+
+    return plan
+
+
+def _attention(row_dim: int) -> Callable[[DeviceMesh], dict[str, Any]]:
+    def plan(mesh: DeviceMesh) -> dict[str, Any]:
+        q, kv, o = attention_projections(HEADS, HEADS, mesh["tp_col"].size(), row_dim=row_dim)
+        stream = Shard(1) if row_dim == 0 else Shard(0)
+        embed = Rowwise2D(
+            input_layouts=Replicate(),
+            output_layouts=stream,
+            use_local_output=False,
+            row_dim=row_dim,
+        )
+        return {
+            "embed": embed,
+            "head": Colwise2D(use_local_output=False, row_dim=row_dim),
+            "middle": Attention2D(row_dim=row_dim),
+            "middle.q": q,
+            "middle.[kv]": kv,
+            "middle.o": o,
+        }
+
+    return plan
+
+
+def _said(rows: int, columns: int, length: int) -> dict[str, str]:
+    mesh, said = grid_mesh(rows, columns), {}
+    split, whole = Shard(1), Replicate()
+
+    def own() -> nn.Module:
+        """One that knows the first of this rank's tokens, and goes on from there."""
+        module = Sines()
+        chunk = -(-length // columns)
+        module.first = min(length, chunk * mesh.get_local_rank("tp_col"))
+        return module
+
+    for name, kind, plan in (
+        ("sines", Sines, _between(split)),
+        ("sines of all", Sines, _between(whole)),
+        ("sines of one's own part", own, _between(split)),
+        ("positions", Positions, _between(split, Local2D)),
+        ("positions of all", Positions, _between(whole, torch_tp2d.Replicate)),
+        ("noise", Noise, _between(split)),
+        *(
+            (f"{kind} {row_dim}", lambda kind=kind: Attention(kind), _attention(row_dim))
+            for kind, row_dim in (
+                *(("plain", 0), ("plain", 1), ("rotary", 0), ("rotary", 1)),
+                *(("slopes", 0), ("written out", 0)),
+            )
+        ),
+    ):
+        model = Model(kind).double()
+        reference = Model(Sines).double() if kind is own else copy.deepcopy(model)
+        ids = torch.randint(0, VOCAB, (4, length), generator=torch.Generator().manual_seed(1))
+        parallelize_module(model, mesh, plan(mesh))
+        try:
+            for y in (model(ids).full_tensor(), reference(ids)):
+                F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+            worst = max(gradients(reference, model).values())
+            said[name] = f"differs by {worst > 1e-10}"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize(
+    "rows,columns,length", [(2, 2, 8), deep(2, 2, 9), deep(1, 4, 12), deep(4, 1, 9), deep(2, 3, 9)]
+)
+def test_what_is_made_by_the_sizes_of_a_part(rows: int, columns: int, length: int) -> None:
+    """Each rank took the first part's positions, or the first heads' slopes, in silence.
+
+    A table cut to the tokens that a module sees, a rotary embedding of as many queries as a row
+    has, ALiBi of as many heads as a column has: sizes fit, and loss and gradients were others.
+    """
+    refused = {"sines", "positions"} if columns > 1 else set()
+    # Of other sizes random numbers differ, though the seed is one.
+    refused |= {"noise"} if columns > 1 and length % columns == 0 else set()
+    refused |= {"rotary 1"} if rows > 1 else set()
+    # One head on each column: nothing tells its slope from a number.
+    refused |= {"slopes 0"} if 1 < columns < HEADS else set()
+    refused |= {"written out 0"} if columns == 2 else set()
+    for said in world.run(rows * columns, _said, rows, columns, length):
+        for name in refused:
+            message = said.pop(name)
+            # A rank with a single token, or none, may only know it from the others.
+            there = "test_local_sizes.py:" in message and "each rank has a part along" in message
+            assert there or (length == 9 and "the sizes of a rank's part along" in message), name
+            assert "the same values on these ranks" in message
+        said.pop("noise", None)
+        if HEADS % columns:
+            assert "divide" in said.pop("written out 0")
+        if columns == HEADS:
+            said = {k: v for k, v in said.items() if not k.startswith(("slopes", "written"))}
+        assert set(said.values()) == {"differs by False"}, "\n".join(map(str, said.items()))
