@@ -185,14 +185,16 @@ def test_what_is_made_by_the_sizes_of_a_part(rows: int, columns: int, length: in
 
     A table cut to the tokens that a module sees, a rotary embedding of as many queries as a row
     has, ALiBi of as many heads as a column has: sizes fit, and loss and gradients were others.
+
+    With heads that do not divide, a mask in single precision beside queries in double was given
+    another dim, and of four dims torch 2.13 reads such a mask wrong on a CPU.
     """
     refused = {"sines", "positions"} if columns > 1 else set()
     # Of other sizes random numbers differ, though the seed is one.
     refused |= {"noise"} if columns > 1 and length % columns == 0 else set()
     refused |= {"rotary 1"} if rows > 1 else set()
     # One head on each column: nothing tells its slope from a number.
-    refused |= {"slopes 0"} if 1 < columns < HEADS else set()
-    refused |= {"written out 0"} if columns == 2 else set()
+    refused |= {"slopes 0", "written out 0"} if columns == 2 else set()
     for said in world.run(rows * columns, _said, rows, columns, length):
         for name in refused:
             message = said.pop(name)

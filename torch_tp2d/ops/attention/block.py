@@ -206,6 +206,9 @@ def attend_to_all(
         weights = safe_softmax(scores, -1, wide(scores.dtype))
         return (drop(weights) @ value.to(weights.dtype)).to(query.dtype)
     if query.numel():
+        if mask is not None and mask.is_floating_point() and query.dtype == torch.float64:
+            # torch 2.13's kernel for the CPU reads a mask of four dims in single precision wrong.
+            mask = mask.to(query.dtype)
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale
         )
