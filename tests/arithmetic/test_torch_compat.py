@@ -133,6 +133,14 @@ def _() -> None:
                 ask(torch.ones(1))
 
 
+@of("is_compiled")
+def _() -> None:
+    module, own = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert not compat.is_compiled(module)
+    own.compile()
+    assert compat.is_compiled(own) and compat.is_compiled(torch.compile(module))
+
+
 @of("top_saved_tensors_default_hooks")
 def _() -> None:
     x, found = torch.ones(2, requires_grad=True), []

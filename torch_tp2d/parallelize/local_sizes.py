@@ -7,8 +7,8 @@ a rank sees: the sizes fit, and each rank takes what belongs to the first one's 
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -224,7 +224,7 @@ class _Watch(TorchFunctionMode):
         """Functions that do not move dims: of single elements, and products."""
         if name.endswith("_like"):
             return
-        product = name in ("matmul", "__matmul__", "bmm")
+        product, joined = name in ("matmul", "__matmul__", "bmm"), name in ("cat", "stack")
         elementwise = name in _ELEMENTWISE
         found: dict[int, int] = {}
         for x in given[:1] if product else given:
@@ -236,7 +236,11 @@ class _Watch(TorchFunctionMode):
             elif name == "scaled_dot_product_attention" and x is given[0] and len(given) > 3:
                 self._meets(x, given[3])
             last = x.ndim - 1 if product else x.ndim
-            if made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
+            if joined:
+                same = enumerate(zip(made.shape, x.shape, strict=False))
+                kept = {dim for dim, (size, of) in same if size == of and made.ndim == x.ndim}
+                found |= {dim: axis for dim, axis in split.items() if dim in kept}
+            elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
                 ahead = made.ndim - x.ndim
                 found |= {dim + ahead: axis for dim, axis in split.items() if dim < last}
         if found:
@@ -293,7 +297,7 @@ def _is_local(x: Any) -> bool:
 
 def _place(by_style: bool) -> str | None:
     """The file and line of the user's code that calls a function; None if a style does."""
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
         # A mode around it stands between a function and who calls it.
@@ -309,15 +313,13 @@ def _place(by_style: bool) -> str | None:
 def _facts(x: Tensor, dim: int) -> Tensor:
     """Whether a tensor varies along a dim, and what tells its first and second slice there."""
     x = torch.view_as_real(x) if x.is_complex() else x
-    x = torch.nan_to_num(x.double()).clamp(-1e30, 1e30)
-    first = x.narrow(dim, 0, 1)
-    second = x.narrow(dim, min(1, x.shape[dim] - 1), 1)
+    first, second = (x.narrow(dim, min(at, x.shape[dim] - 1), 1) for at in (0, 1))
     varies = (x != first).any().long()
     return torch.stack([varies, *(_sum(one).view(torch.int64) for one in (first, second))])
 
 
 def _sum(x: Tensor) -> Tensor:
-    x = x.flatten()
+    x = torch.nan_to_num(x.flatten().double()).clamp(-1e30, 1e30)
     # Weights of different sizes: a permutation changes the sum.
     weights = torch.arange(len(x), device=x.device, dtype=x.dtype)
     return x @ (0.5 + (weights * 0.6180339887498949).frac_())
