@@ -21,11 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch._guards import active_fake_mode as active_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.contract import STATE_KEY
@@ -76,10 +72,10 @@ def version(x: Tensor) -> int:
 
 def fake_mode() -> Any:
     """The mode in which tensors have shapes but no values; it accepts real tensors as inputs."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 
-NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException
+NEEDS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 """What operators raise in that mode if their result, or its shape, depends on values."""
 
 
@@ -129,6 +125,11 @@ def number_of_node() -> int | None:
 
 current_autograd_node: Any = torch._C._current_autograd_node
 """The node whose backward runs, by which debug mode tells the layer of a collective."""
+
+
+def outputs_of(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of the outputs of a node's function: it is called with a gradient for each."""
+    return [tuple(one.shape) for one in node._input_metadata]
 
 
 def adds_to_grad(x: Tensor) -> bool:

@@ -141,6 +141,16 @@ def _() -> None:
     assert compat.is_compiled(own) and compat.is_compiled(torch.compile(module))
 
 
+@of("outputs_of")
+def _() -> None:
+    x = torch.ones(4, requires_grad=True).exp()
+    _, half = x.chunk(2)
+    assert compat.outputs_of(half.grad_fn) == [(2,), (2,)] and compat.outputs_of(x.grad_fn) == [
+        (4,)
+    ]
+    assert torch.equal(half.grad_fn(None, torch.ones(2)), torch.tensor([0.0, 0, 1, 1]))
+
+
 @of("top_saved_tensors_default_hooks")
 def _() -> None:
     x, found = torch.ones(2, requires_grad=True), []

@@ -268,6 +268,8 @@ def test_a_root_of_zero_mixes_no_tokens() -> None:
     assert not mixes(x, x.sqrt(), 1)
     assert mixes(x, x.cumsum(1), 1)
     assert mixes(x, x.flip(1).cumsum(1).flip(1), 1)
+    # What is broadcast gets the sum of its gradients, by the engine and not by the node.
+    assert mixes(x, x - x.mean(1, keepdim=True), 1) and not mixes(x, x - x.mean(2, True), 1)
 
 
 class Normed(nn.Module):

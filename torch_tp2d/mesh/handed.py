@@ -12,7 +12,16 @@ from ..runtime.context import Sizes
 from .axes import Axes
 from .layouts import Layout
 
-__all__ = ["Handed", "hand_out", "made_of", "notes_of", "said_of", "tokens_told"]
+__all__ = [
+    "Handed",
+    "Sources",
+    "hand_out",
+    "made_of",
+    "notes_of",
+    "said_of",
+    "sources_of",
+    "tokens_told",
+]
 
 
 class Handed(NamedTuple):
@@ -97,9 +106,27 @@ def notes_of(x: Tensor, *, beyond_functions: bool = True) -> tuple[list[Handed],
     Returns:
         The notes, and whether the whole graph was looked through.
     """
-    found: list[Handed] = []
     if in_graph():
-        return found, False
+        return [], False
+    found = sources_of(x, beyond_functions=beyond_functions)
+    return [note for note, _ in found.sources], found.complete
+
+
+class Sources(NamedTuple):
+    """What the user's code has made a tensor of."""
+
+    sources: list[tuple[Handed, Any]]
+    """Tensors that were handed out: what is noted of each, and its node and output."""
+    between: set[str]
+    """The names of the nodes between those and the tensor."""
+    complete: bool
+    """Whether the whole graph was looked through."""
+
+
+def sources_of(x: Tensor, *, beyond_functions: bool = False) -> Sources:
+    """Look through the autograd graph for the tensors of which ``x`` is made. In eager only."""
+    found: list[tuple[Handed, Any]] = []
+    between: set[str] = set()
     seen: set[Any] = set()
     edges: list[Any] = [(x.grad_fn, x.output_nr)]
     while edges and len(seen) < _NODES:
@@ -109,15 +136,16 @@ def notes_of(x: Tensor, *, beyond_functions: bool = True) -> tuple[list[Handed],
         seen.add(edge)
         handed = node.metadata.get(("_tp2d_handed", index))
         if handed is not None:
-            found.append(handed)
+            found.append((handed, edge))
         if handed is not None and (handed.layout is not None or handed.shares):
             continue
+        between.add(node.name())
         if node.name() in _HANDS_ON:
             # Only this output's input: the node's others are other arguments of the module.
             edges.append(node.next_functions[index])
         elif beyond_functions or not isinstance(node, BackwardCFunction):
             edges.extend(node.next_functions)
-    return found, not edges
+    return Sources(found, between, not edges)
 
 
 def tokens_told(x: Tensor) -> Sizes | None:

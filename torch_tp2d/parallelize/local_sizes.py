@@ -41,6 +41,8 @@ __all__ = ["LocalSizes"]
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SLOTS, _FACTS = 16, 6
+_MIXED = 2
+"""In the place of an axis' number, for tokens that were mixed."""
 
 _ELEMENTWISE = (
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
@@ -76,7 +78,7 @@ class LocalSizes:
     @eager_only
     def begins(self, module: nn.Module, args: Any) -> None:
         context = context_of(self.mesh)
-        if in_backward() or context.attends is not None or not sends(self.mesh):
+        if in_backward() or context.watch is not None or not sends(self.mesh):
             return
         if any(map(is_compiled, module.modules())):
             # A graph made while a mode is active would be made again without it.
@@ -84,7 +86,7 @@ class LocalSizes:
             return
         self._watch = _Watch(Grid(self.mesh))
         self._watch.__enter__()
-        context.attends = self._watch.attends
+        context.watch = self._watch
 
     @eager_only
     def compares(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -98,7 +100,7 @@ class LocalSizes:
     def ends(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._watch is not None:
             self._watch.__exit__(None, None, None)
-            self._watch, context_of(self.mesh).attends = None, None
+            self._watch, context_of(self.mesh).watch = None, None
 
     def _remove(self, module: nn.Module) -> None:
         own = (self.begins, self.compares, self.ends)
@@ -145,6 +147,13 @@ class _Watch(TorchFunctionMode):
         """Note a mask that a style is given for this rank's heads and queries."""
         self._meets(query, mask, by_style=True)
 
+    def mixes(self, said: str) -> None:
+        """Note that tokens were mixed, of which each rank has a part."""
+        if len(self._found) < _SLOTS:
+            key = zlib.crc32(said.encode())
+            self._found.append(torch.tensor([key, _MIXED, 0, 0, 0, 0]))
+            self._where[key] = said
+
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
         """Note ``other``, if in a dim that is split of ``x`` it is not, but as large as a part."""
         if not (_is_local(x) and _is_local(other)) or len(self._found) == _SLOTS:
@@ -186,6 +195,15 @@ class _Watch(TorchFunctionMode):
                 if axis.size > 1:
                     facts = gather_facts(facts.flatten(), axis.process_group)
             of_all = facts.view(grid.row.size, grid.col.size, _SLOTS, _FACTS).tolist()
+        said = [one for line in of_all for rank in line for one in rank]
+        if mixed := [key for key, number, *_ in said if key and number == _MIXED]:
+            told = self._where.get(mixed[0], "tokens of which each rank has a part are mixed")
+            raise ValueError(
+                f"{type(module).__name__}: {told}. A shift, a flip, a mean over them or a module "
+                f"that mixes tokens sees those of all ranks only if they are handed on whole "
+                f"(output_layouts=Replicate()), as DTensors (use_local_output=False), or under "
+                f"torch_tp2d.Replicate()"
+            )
         for number, (axis, lines) in enumerate(
             ((grid.row, list(zip(*of_all, strict=True))), (grid.col, of_all))
         ):

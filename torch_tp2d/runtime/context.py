@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "Context",
     "OnBehalf",
     "Sizes",
+    "Watch",
     "autocast_dtype",
     "context_of",
     "in_backward",
@@ -56,6 +57,20 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of products under autocast; None where it is off, and for meta tensors."""
     on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
+
+
+class Watch(Protocol):
+    """Is told what styles see of the user's code in a model's first forward."""
+
+    def attends(self, query: Tensor, mask: Tensor) -> None:
+        """Attention was called with a mask that is given for this rank's heads and queries."""
+
+    def mixes(self, said: str) -> None:
+        """Tokens of which each rank has a part were made of other tokens of this part.
+
+        Args:
+            said: the module that is given them, and more, the same on every rank.
+        """
 
 
 class Context:
@@ -110,9 +125,8 @@ class Context:
         """Changes of parameters that only their values show, which the ranks tell each other."""
         self.accumulation = Accumulation(self.unseen)
         """What the micro-batches of a step keep for the last one."""
-        self.attends: Callable[[Tensor, Tensor], None] | None = None
-        """Told of queries and their mask, while a first forward is watched for what is made by the
-        sizes of a rank's part (:mod:`torch_tp2d.parallelize.local_sizes`)."""
+        self.watch: Watch | None = None
+        """While a first forward is watched (:mod:`torch_tp2d.parallelize.local_sizes`)."""
         self.attribute: Attribute | None = None
         """Set while transfers are attributed to modules (:mod:`torch_tp2d.planner.trace`)."""
 

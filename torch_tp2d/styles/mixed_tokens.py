@@ -7,18 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch_compat import top_saved_tensors_default_hooks, tree_leaves
+from .._torch_compat import outputs_of, top_saved_tensors_default_hooks, tree_leaves
 from ..comm.groups import gather_facts, sends
-from ..mesh.grid import Grid
-from ..mesh.layouts import Layout, row_layout
-from ..runtime.context import in_backward
+from ..mesh.axes import on_mesh
+from ..mesh.grid import Grid, describe_mesh
+from ..mesh.handed import sources_of
+from ..mesh.layouts import Layout, normalize, row_layout
+from ..runtime.context import Watch, in_backward
+from .module_kinds import describe_module
 
-__all__ = ["mixes", "refusing_mixed"]
+__all__ = ["mixes", "refusing_mixed", "tell_mixed"]
+
+Edge = tuple[Any, int]
+"""A node of autograd's graph, and which of its outputs."""
+
+_TAKE_ONE_BY_ONE = (
+    *("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0"),
+    *("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "NativeDropoutBackward0"),
+    *("GeluBackward0", "SiluBackward0", "ReluBackward0", "SigmoidBackward0", "TanhBackward0"),
+)
+"""Nodes of the graph that take elements one by one: what has no others in it mixes nothing."""
 
 
 def refusing_mixed(
@@ -89,40 +102,110 @@ def refusing_mixed(
     return refusing
 
 
-def mixes(x: Tensor, y: Tensor, dim: int) -> bool:
+def tell_mixed(x: Tensor, layout: Layout, module: nn.Module, grid: Grid, watch: Watch) -> None:
+    """Tell ``watch`` if the user's code has made split tokens of other tokens of a rank's part.
+
+    Args:
+        x, layout: what ``module`` is given, made of tensors that styles have handed out.
+    """
+    if in_backward() or top_saved_tensors_default_hooks(True):
+        return
+    made = sources_of(x)
+    if made.between.issubset(_TAKE_ONE_BY_ONE):
+        return
+    axes = (grid.row, grid.col)
+    for note, edge in made.sources:
+        if note.layout is None or note.axes is None or note.ndim != x.ndim:
+            continue
+        there = on_mesh(normalize(note.layout, note.ndim), note.axes)
+        for axis, here, source, first in zip(axes, layout, there, (1, 0), strict=True):
+            if axis.size == 1 or not isinstance(here, Shard) or here != source:
+                continue
+            if first <= here.dim < x.ndim - 1 and mixes(edge, x, here.dim):
+                watch.mixes(
+                    f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is given tokens "
+                    f"of which each rank has a part along {axis.name}, as {note.by or 'a module'} "
+                    f"has handed them out; but each was made of others of the same part"
+                )
+                return
+
+
+def mixes(x: Tensor | Edge, y: Tensor, dim: int) -> bool:
     """Whether the first or last token of ``y`` was made of other tokens of ``x``.
 
     Each of the two is followed back to ``x`` by autograd: what mixes only with tokens before or
-    only with those after it, as a causal module does, shows in one of them. Parameters' gradients
-    stay as they are. False where that cannot be told: of one token, without a graph between them,
-    and with a custom function, a compiled graph or an FSDP2 unit in it, which may not run twice.
+    only with those after it, as a causal module does, shows in one of them. False where that cannot
+    be told: of one token, without a graph between them, and behind a custom function, a compiled
+    graph or an FSDP2 unit, which may not run twice.
 
     Args:
-        x, y: input and output of the module, ``[..., tokens, ...]``.
+        x, y: input and output of the module, ``[..., tokens, ...]``, equal in all dims but the
+            last. The input may be the node of autograd's graph, and its output, that it was.
         dim: that of the tokens in both.
     """
-    tokens = x.shape[dim]
-    if tokens < 2 or not (x.requires_grad and y.requires_grad) or not _can_run_twice(y, x):
+    tokens = y.shape[dim]
+    if tokens < 2 or y.grad_fn is None or (isinstance(x, Tensor) and not x.requires_grad):
         return False
+    edge = _edge_of(x) if isinstance(x, Tensor) else x
     for token in (0, tokens - 1):
-        of_token = y.select(dim, token).sum()
-        (grad,) = torch.autograd.grad(of_token, x, retain_graph=True, allow_unused=True)
+        seed = torch.zeros_like(y)
+        seed.select(dim, token).fill_(1)
+        grad = _grad_at(edge, y, seed)
+        if grad is None or grad.shape[:-1] != y.shape[:-1]:
+            return False
         others = 1 if token == 0 else 0
         # NaN tells nothing: a token's own zero gradient becomes it in a square root of zero.
-        if grad is not None and bool((grad.narrow(dim, others, tokens - 1).abs() > 0).any()):
+        if bool((grad.narrow(dim, others, tokens - 1).abs() > 0).any()):
             return True
     return False
 
 
-def _can_run_twice(y: Tensor, x: Tensor) -> bool:
-    """Whether torch's own functions alone lead from ``x`` to ``y``."""
-    begin = get_gradient_edge(x).node
+def _edge_of(x: Tensor) -> Edge:
+    edge = get_gradient_edge(x)
+    return edge.node, edge.output_nr
+
+
+def _grad_at(edge: Edge, y: Tensor, grad: Tensor) -> Tensor | None:
+    """The gradient of ``y`` at an edge, by torch's own functions alone.
+
+    Nodes are called one by one, so that neither hooks run nor what lies behind the edge.
+    """
+    found: Tensor | None = None
+    given: dict[Any, dict[int, Tensor]] = {y.grad_fn: {y.output_nr: grad}}
+    nodes = dict.fromkeys(_between(y.grad_fn, edge[0]))
+    with torch.no_grad():
+        for node in nodes:
+            if node not in given:
+                continue
+            grads = given.pop(node)
+            try:
+                made = node(*(grads.get(at) for at in range(len(outputs_of(node)))))
+            except RuntimeError:
+                # What backward cannot compute it says itself.
+                return None
+            made = made if isinstance(made, tuple) else (made,)
+            for to, one in zip(node.next_functions, made, strict=True):
+                if one is None or (to != edge and to[0] not in nodes):
+                    continue
+                # Of what was broadcast, which the engine sums.
+                one = one.sum_to_size(outputs_of(to[0])[to[1]])
+                if to == edge:
+                    found = one if found is None else found + one
+                else:
+                    before = given.setdefault(to[0], {})
+                    before[to[1]] = before[to[1]] + one if to[1] in before else one
+    return found
+
+
+def _between(end: Any, begin: Any) -> list[Any]:
+    """The nodes that lead from ``begin`` to ``end``, this first; none behind a custom function."""
     leads = {begin: True, None: False}
-    order, following = list[Any](), [get_gradient_edge(y).node]
+    order, following = list[Any](), [end]
     # A node again when all before it are known: without recursion, which long graphs exceed.
     while following:
         node: Any = following[-1]
-        before = [] if node in leads else [one for one, _ in node.next_functions]
+        custom = isinstance(node, BackwardCFunction)
+        before = [] if node in leads or custom else [one for one, _ in node.next_functions]
         unknown = [one for one in before if one not in leads]
         if unknown:
             following += unknown
@@ -131,4 +214,4 @@ def _can_run_twice(y: Tensor, x: Tensor) -> bool:
         if node not in leads:
             leads[node] = any(leads[one] for one in before)
             order.append(node)
-    return not any(leads[node] and isinstance(node, BackwardCFunction) for node in order)
+    return [node for node in reversed(order) if leads[node]]

@@ -21,6 +21,7 @@ from ..mesh.axes import names_of, on_mesh
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, notes_of, said_of
 from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
+from .mixed_tokens import tell_mixed
 from .module_kinds import describe_module
 
 __all__ = ["check_made_of", "parts_asked", "parts_kept"]
@@ -66,6 +67,8 @@ def check_made_of(
     for x in learning:
         if said_of(x).layout is not None:
             continue
+        if grid.context.watch is not None:
+            tell_mixed(x, layout, module, grid, grid.context.watch)
         for note in notes_of(x, beyond_functions=False)[0]:
             if along := _whole(note) & split:
                 raise ValueError(

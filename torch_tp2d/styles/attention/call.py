@@ -66,8 +66,8 @@ class Call:
         runner, heads = self.runner, self.runner.heads
         local = [x for x in (query, key, value) if not isinstance(x, DTensor)]
         check_made_of(local, _SPLIT, self.module, self.grid)
-        if attn_mask is not None and self.grid.context.attends is not None:
-            self.grid.context.attends(query, attn_mask)
+        if attn_mask is not None and self.grid.context.watch is not None:
+            self.grid.context.watch.attends(query, attn_mask)
         if attn_mask is not None and is_causal:
             raise self.refuse("attention takes an explicit mask or is_causal, not both")
         if attn_mask is not None and attn_mask.requires_grad:
