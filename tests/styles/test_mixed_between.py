@@ -70,6 +70,9 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
                 "head": Colwise2D(input_layouts=stream, use_local_output=False),
             }
             parallelize_module(model, mesh, plan)
+            with torch.no_grad():
+                # Without a graph nothing tells; the next forward is the first that can.
+                model(ids)
             try:
                 for y in (model(ids).full_tensor(), reference(ids)):
                     F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()

@@ -3,6 +3,11 @@
 ``x + table[: x.shape[1]]`` where each rank has some of the tokens, a rotary embedding of
 ``torch.arange(q.shape[2])`` where each has some of the queries, a slope for each of the heads that
 a rank sees: the sizes fit, and each rank takes what belongs to the first one's part.
+
+The user's code is watched for it in a model's first forward. Styles tell the watch of tokens that
+this code has mixed within a rank's part, too (:mod:`torch_tp2d.styles.mixed_tokens`). What is found
+the ranks tell each other when the forward is over: what one of them sees, with a single token or
+none, must not decide about a transfer.
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ __all__ = ["LocalSizes"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_SLOTS, _FACTS = 16, 6
+_SLOTS, _FACTS = 64, 6
+"""How many meetings are told the other ranks of, and what is told of each."""
 _MIXED = 2
 """In the place of an axis' number, for tokens that were mixed."""
 
@@ -58,10 +64,14 @@ _VIEWS = (
 
 
 class LocalSizes:
-    """Hooks around the first forward of a model, which then remove themselves."""
+    """Hooks around the first forward of a model, and the first that records gradients.
+
+    Only the graph tells of tokens that are mixed. The hooks remove themselves after that forward.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self._ran = False
         self._watch: _Watch | None = None
 
     def __deepcopy__(self, memo: Any) -> LocalSizes:
@@ -80,6 +90,8 @@ class LocalSizes:
         context = context_of(self.mesh)
         if in_backward() or context.watch is not None or not sends(self.mesh):
             return
+        if self._ran and not torch.is_grad_enabled():
+            return
         if any(map(is_compiled, module.modules())):
             # A graph made while a mode is active would be made again without it.
             self._remove(module)
@@ -93,7 +105,9 @@ class LocalSizes:
         watch = self._watch
         self.ends(module, args, output)
         if watch is not None:
-            self._remove(module)
+            self._ran = True
+            if torch.is_grad_enabled():
+                self._remove(module)
             watch.compare(module)
 
     @eager_only
