@@ -8,12 +8,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import forward_pre_hooks, parameters_of, was_localized
+from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, was_localized
 from .._tracing import eager_only
 from ..mesh.grid import describe_mesh
 from ..styles.base import refuse_transforms
 from ..styles.empty_shards import refuse_empty
 from .check import _MEND, _data_parallel
+
+
+def remove_hooks(module: nn.Module, *own: Any) -> None:
+    """Remove hooks from a module alone: a copy of it still has them, and is checked by itself."""
+    for hooks in (forward_pre_hooks(module), forward_hooks(module)):
+        for key in [key for key, hook in hooks.items() if hook in own]:
+            del hooks[key]
 
 
 class FirstForward:
@@ -78,10 +85,7 @@ class FirstForward:
             runner = submodule.__dict__.get("_tp2d")
             if runner is not None:
                 runner.installed(submodule)
-        # Removed from this module only: a copy still has the hook, and is checked by itself.
-        hooks = forward_pre_hooks(module)
-        for key in [key for key, hook in hooks.items() if hook is self]:
-            del hooks[key]
+        remove_hooks(module, self)
 
     def _check_empty(self, module: nn.Module) -> None:
         """Refuse parameters of which some rank holds no element, if FSDP2 shards the model."""

@@ -26,13 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_compat import (
-    disable_current_modes,
-    forward_hooks,
-    forward_pre_hooks,
-    is_compiled,
-    tree_leaves,
-)
+from .._torch_compat import disable_current_modes, is_compiled, tree_leaves
 from .._tracing import eager_only, in_graph
 from ..comm.groups import gather_facts, sends
 from ..mesh.axes import on_mesh
@@ -40,6 +34,7 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import said_of
 from ..mesh.layouts import normalize
 from ..runtime.context import context_of, in_backward
+from .first_forward import remove_hooks
 
 __all__ = ["LocalSizes"]
 
@@ -117,10 +112,7 @@ class LocalSizes:
             self._watch, context_of(self.mesh).watch = None, None
 
     def _remove(self, module: nn.Module) -> None:
-        own = (self.begins, self.compares, self.ends)
-        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
-            for key in [key for key, hook in hooks.items() if hook in own]:
-                del hooks[key]
+        remove_hooks(module, self.begins, self.compares, self.ends)
 
 
 class _Watch(TorchFunctionMode):

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import disable_current_modes, forward_hooks, forward_pre_hooks, version
+from .._torch_compat import disable_current_modes, version
 from .._tracing import eager_only
 from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, describe_mesh
 from ..runtime.context import in_backward
 from ..styles.module_kinds import describe_module
+from .first_forward import remove_hooks
 
 __all__ = ["WrittenBuffers"]
 
@@ -65,12 +66,7 @@ class WrittenBuffers:
         if not self._before or in_backward():
             return
         before, self._before = self._before, {}
-        for hooks, own in (
-            (forward_pre_hooks(module), self.begins),
-            (forward_hooks(module), self.ends),
-        ):
-            for key in [key for key, hook in hooks.items() if hook == own]:
-                del hooks[key]
+        remove_hooks(module, self.begins, self.ends)
         found = self._buffers(module)
         grid = Grid(self.mesh)
         with torch.no_grad(), disable_current_modes():
