@@ -204,7 +204,8 @@ def _between(end: Any, begin: Any) -> list[Any]:
     # A node again when all before it are known: without recursion, which long graphs exceed.
     while following:
         node: Any = following[-1]
-        custom = isinstance(node, BackwardCFunction)
+        # One of Python's, or of C++, whose name is that of its class.
+        custom = node is not None and (isinstance(node, BackwardCFunction) or "::" in node.name())
         before = [] if node in leads or custom else [one for one, _ in node.next_functions]
         unknown = [one for one in before if one not in leads]
         if unknown:
