@@ -17,7 +17,7 @@ import torch_tp2d
 from support import world
 from support.marks import deep
 from support.models import grid_mesh
-from support.one_module import gradients
+from support.one_module import Between, gradients
 from torch_tp2d import (
     Attention2D,
     Colwise2D,
@@ -92,18 +92,6 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat([-other, one], -1)
 
 
-class Model(nn.Module):
-    def __init__(self, middle: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.middle = middle()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.head(self.middle(self.embed(ids)))
-        return y
-
-
 def _between(stream: Any, style: Any = None) -> Callable[[DeviceMesh], dict[str, Any]]:
     def plan(mesh: DeviceMesh) -> dict[str, Any]:
         return {
@@ -163,8 +151,8 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
             )
         ),
     ):
-        model = Model(kind).double()
-        reference = Model(Sines).double() if kind is own else copy.deepcopy(model)
+        model = Between(VOCAB, WIDTH, kind).double()
+        reference = Between(VOCAB, WIDTH, Sines).double() if kind is own else copy.deepcopy(model)
         ids = torch.randint(0, VOCAB, (4, length), generator=torch.Generator().manual_seed(1))
         parallelize_module(model, mesh, plan(mesh))
         try:

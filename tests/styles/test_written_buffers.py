@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch_tp2d
 from support import world
 from support.marks import deep
 from support.models import grid_mesh, relative
+from support.one_module import Between
 from torch_tp2d import Colwise2D, Local2D, Rowwise2D, parallelize_module
 
 WIDTH, VOCAB, STEPS = 6, 11, 3
@@ -78,18 +78,6 @@ class Inner(nn.Module):
         return y
 
 
-class Model(nn.Module):
-    def __init__(self, middle: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.middle = middle()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.head(self.middle(self.embed(ids)))
-        return y
-
-
 def _values(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).double()
 
@@ -107,7 +95,7 @@ def _buffers(rows: int, columns: int, tokens: bool) -> dict[str, Any]:
         (Unsaved, Local2D),
         (Summed, Local2D),
     ):
-        reference = Model(kind).double()
+        reference = Between(VOCAB, WIDTH, kind).double()
         plan = {
             "embed": Rowwise2D(input_layouts=Replicate(), output_layouts=stream),
             "head": Colwise2D(input_layouts=stream, use_local_output=False),

@@ -47,6 +47,20 @@ Layout = tuple[Placement, Placement]
 WHOLE: Layout = (Replicate(), Replicate())
 
 
+class Between(nn.Module):
+    """A module in the middle of an embedding and a head."""
+
+    def __init__(self, vocab: int, width: int, middle: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+        self.middle = middle()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.middle(self.embed(ids)))
+        return y
+
+
 class Conv1D(nn.Module):
     """As Hugging Face has it: a Linear that stores its weight ``[in, out]``."""
 
