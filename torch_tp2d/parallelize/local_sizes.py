@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_compat import disable_current_modes, is_compiled, tree_leaves
+from .._torch_compat import disable_current_modes, is_compiled
 from .._tracing import eager_only, in_graph
 from ..comm.groups import gather_facts, sends
 from ..mesh.axes import on_mesh
@@ -135,10 +135,11 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if in_graph():
-            return out
         name = getattr(func, "__name__", "")
-        given = [x for x in tree_leaves((args, kwargs)) if _is_local(x)]
+        # Reading an attribute is what most calls do.
+        if name == "__get__" or in_graph():
+            return out
+        given = _local_tensors(args, kwargs)
         if not any(self._split_dims(x) for x in given):
             return out
         made = [x for x in (out if isinstance(out, tuple | list) else [out]) if _is_local(x)]
@@ -317,6 +318,17 @@ class _Watch(TorchFunctionMode):
 
 def _is_local(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DTensor)
+
+
+def _local_tensors(args: Any, kwargs: dict[str, Any] | None) -> list[Tensor]:
+    """Those among the arguments of one of torch's functions, and in their lists and tuples."""
+    found: list[Tensor] = []
+    for given in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(given, tuple | list):
+            found += filter(_is_local, given)
+        elif _is_local(given):
+            found.append(given)
+    return found
 
 
 def _place(by_style: bool) -> str | None:
