@@ -136,6 +136,32 @@ def test_a_block_alone() -> None:
     assert max(world.run(4, _of_parts, 2, 2)) < 1e-12
 
 
+class Seen(nn.Module):
+    """Images, of which a Conv2d makes patches: it takes no input of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, 8, 2, stride=2)
+        self.up, self.down, self.guess = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return self.guess(x + self.down(self.up(x).relu()))
+
+
+def _of_images(rows: int, columns: int, by_name: bool) -> float:
+    images = noise(5, 3, 4, 6).float()
+    inputs = {"images": images} if by_name else (images,)
+    return check_plan(Seen(), grid_mesh(rows, columns), inputs=inputs).worst
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_plan_derived_from_inputs_in_fp32(by_name: bool) -> None:
+    """The plan was derived from a forward of the copy in fp64 with the inputs in fp32."""
+    assert max(world.run(4, _of_images, 2, 2, by_name)) < 1e-12
+
+
 def test_ranks_of_its_own() -> None:
     found = check_plan(transformer(), (1, 2), plan_dtensor(), batch=3, seq=5, layers=1)
     assert found.worst < 1e-10 and not any("layers.1" in name for name in found.outputs)

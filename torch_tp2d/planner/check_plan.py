@@ -169,7 +169,9 @@ def _on_mesh(
     with _outputs(reference, lambda name, y, _: wanted.setdefault(name, y.detach().clone())):
         _loss(given.each(_gathered).given_to(reference), loss, mesh).backward()
     if plan is None:
-        plan = plan_for(tried, mesh, inputs=inputs)
+        # The plan is derived from a forward of the copy, which takes what is in fp64.
+        same = given.kwargs if isinstance(inputs, Mapping) else given.args
+        plan = plan_for(tried, mesh, inputs=None if inputs is None else same)
     elif callable(plan):
         plan = plan(tried, mesh)
     parallelize_module(tried, mesh, plan)
