@@ -4,8 +4,9 @@
 ``torch.arange(q.shape[2])`` where each has some of the queries, a slope for each of the heads that
 a rank sees: the sizes fit, and each rank takes what belongs to the first one's part.
 
-The user's code is watched for it in a model's first forward. Styles tell the watch of tokens that
-this code has mixed within a rank's part, too (:mod:`torch_tp2d.styles.mixed_tokens`). What is found
+The user's code is watched for it in a model's first forward, and for heads that it makes of some of
+their features (:mod:`.cut_heads`). Styles tell the watch of tokens that this code has mixed within
+a rank's part, too (:mod:`torch_tp2d.styles.mixed_tokens`). What is found
 the ranks tell each other when the forward is over: what one of them sees, with a single token or
 none, must not decide about a transfer.
 """
@@ -34,6 +35,7 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import said_of
 from ..mesh.layouts import normalize
 from ..runtime.context import context_of, in_backward
+from .cut_heads import cut_heads
 from .first_forward import remove_hooks
 
 __all__ = ["LocalSizes"]
@@ -42,8 +44,8 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SLOTS, _FACTS = 64, 6
 """How many meetings are told the other ranks of, and what is told of each."""
-_MIXED = 2
-"""In the place of an axis' number, for tokens that were mixed."""
+_WRONG = 2
+"""In the place of an axis' number, for what is wrong whatever its values."""
 
 _ELEMENTWISE = (
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
@@ -154,11 +156,11 @@ class _Watch(TorchFunctionMode):
         """Note a mask that a style is given for this rank's heads and queries."""
         self._meets(query, mask, by_style=True)
 
-    def mixes(self, said: str) -> None:
-        """Note that tokens were mixed, of which each rank has a part."""
+    def refuses(self, said: str) -> None:
+        """Note what is wrong by itself, whatever its values."""
         if len(self._found) < _SLOTS:
             key = zlib.crc32(said.encode())
-            self._found.append(torch.tensor([key, _MIXED, 0, 0, 0, 0]))
+            self._found.append(torch.tensor([key, _WRONG, 0, 0, 0, 0]))
             self._where[key] = said
 
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
@@ -203,14 +205,9 @@ class _Watch(TorchFunctionMode):
                     facts = gather_facts(facts.flatten(), axis.process_group)
             of_all = facts.view(grid.row.size, grid.col.size, _SLOTS, _FACTS).tolist()
         said = [one for line in of_all for rank in line for one in rank]
-        if mixed := [key for key, number, *_ in said if key and number == _MIXED]:
-            told = self._where.get(mixed[0], "tokens of which each rank has a part are mixed")
-            raise ValueError(
-                f"{type(module).__name__}: {told}. A shift, a flip, a mean over them or a module "
-                f"that mixes tokens sees those of all ranks only if they are handed on whole "
-                f"(output_layouts=Replicate()), as DTensors (use_local_output=False), or under "
-                f"torch_tp2d.Replicate()"
-            )
+        if wrong := [key for key, number, *_ in said if key and number == _WRONG]:
+            told = self._where.get(wrong[0], "its code is refused on another rank, which says why")
+            raise ValueError(f"{type(module).__name__}: {told}")
         for number, (axis, lines) in enumerate(
             ((grid.row, list(zip(*of_all, strict=True))), (grid.col, of_all))
         ):
@@ -298,6 +295,9 @@ class _Watch(TorchFunctionMode):
                     found[dim] = axis
                     continue
                 if name in _RESHAPES and dim == x.ndim - 1 and y.ndim > x.ndim:
+                    wrong = cut_heads(inspect.currentframe(), y.shape[dim:])
+                    if wrong and _place(False) is not None:
+                        self.refuses(wrong)
                     # Features become heads and features of each: the heads are split.
                     if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
                         found[dim] = axis

@@ -65,11 +65,11 @@ class Watch(Protocol):
     def attends(self, query: Tensor, mask: Tensor) -> None:
         """Attention was called with a mask that is given for this rank's heads and queries."""
 
-    def mixes(self, said: str) -> None:
-        """Tokens of which each rank has a part were made of other tokens of this part.
+    def refuses(self, said: str) -> None:
+        """The user's code is wrong on a rank's part: tokens were made of others of this part.
 
         Args:
-            said: the module that is given them, and more, the same on every rank.
+            said: what is wrong where, and what to do, the same on every rank.
         """
 
 

@@ -122,10 +122,13 @@ def tell_mixed(x: Tensor, layout: Layout, module: nn.Module, grid: Grid, watch: 
             if axis.size == 1 or not isinstance(here, Shard) or here != source:
                 continue
             if first <= here.dim < x.ndim - 1 and mixes(edge, x, here.dim):
-                watch.mixes(
+                watch.refuses(
                     f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is given tokens "
                     f"of which each rank has a part along {axis.name}, as {note.by or 'a module'} "
-                    f"has handed them out; but each was made of others of the same part"
+                    f"has handed them out; but each was made of others of the same part. A shift, "
+                    f"a flip, a mean over them or a module that mixes tokens sees those of all "
+                    f"ranks only if they are handed on whole (output_layouts=Replicate()), as "
+                    f"DTensors (use_local_output=False), or under torch_tp2d.Replicate()"
                 )
                 return
 

@@ -96,8 +96,8 @@ def is_patch_embedding(module: nn.Module) -> bool:
     )
 
 
-HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
 """The usual names of the attributes by which attention modules describe their heads."""
 

@@ -72,6 +72,13 @@ class Call:
             raise self.refuse("attention takes an explicit mask or is_causal, not both")
         if attn_mask is not None and attn_mask.requires_grad:
             attn_mask = self._with_whole_grad(attn_mask, heads)
+        if heads is not None and query.ndim == 4 and query.shape[1] == heads.query != heads.given:
+            raise self.refuse(
+                f"attention was called with a query of shape {tuple(query.shape)}, of all "
+                f"{heads.query} heads, where each column has {heads.given}: name the attribute "
+                f"that counts them, Attention2D(local_attributes=...), or let the code write -1 "
+                f"for their number"
+            )
         in_rows = runner.row_dim == 1
         plain = not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1)
         if plain and not dropout_p:

@@ -1,0 +1,101 @@
+"""Heads that the user's code makes of a column's features: by their own number, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from support import world
+from support.marks import deep
+from support.models import grid_mesh
+from support.one_module import Between, gradients
+from torch_tp2d import Attention2D, Colwise2D, Rowwise2D, parallelize_module
+
+WIDTH, HEADS, VOCAB = 32, 4, 11
+
+
+class Attention(nn.Module):
+    """As einops has it: the size of a head is what is left of the features that it sees."""
+
+    def __init__(self, name: str, *, in_kernel: bool = True, size: int | None = None) -> None:
+        super().__init__()
+        self.name, self.in_kernel, self.head_dim = name, in_kernel, size
+        setattr(self, name, HEADS)
+        self.to_qkv, self.to_out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = -1 if self.head_dim else getattr(self, self.name)
+        q, k, v = (
+            t.reshape(*t.shape[:2], count, self.head_dim or t.shape[2] // count).transpose(1, 2)
+            for t in self.to_qkv(x).chunk(3, dim=-1)
+        )
+        if self.in_kernel:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (q @ k.mT / (WIDTH / HEADS) ** 0.5).softmax(-1) @ v
+        out: Tensor = self.to_out(y.transpose(1, 2).flatten(2))
+        return out
+
+
+def _plan(around: Attention2D | None) -> dict[str, Any]:
+    return {
+        "embed": Rowwise2D(output_layouts=Shard(1), use_local_output=around is None),
+        **({} if around is None else {"middle": around}),
+        "middle.to_qkv": Colwise2D(
+            input_layouts=Shard(1) if around is None else Replicate(), parts=3
+        ),
+        "middle.to_out": Rowwise2D(output_layouts=Shard(1)),
+        "head": Colwise2D(input_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def _said(rows: int, columns: int) -> dict[str, str]:
+    mesh, said = grid_mesh(rows, columns), {}
+    by_name = Attention2D(local_attributes=("my_heads",))
+    for case, middle, around in (
+        ("known", Attention("heads"), Attention2D()),
+        ("known, written out", Attention("heads", in_kernel=False), Attention2D()),
+        ("named", Attention("my_heads"), by_name),
+        ("by size", Attention("my_heads", size=WIDTH // HEADS), Attention2D()),
+        ("by size, bare", Attention("my_heads", size=WIDTH // HEADS), None),
+        ("all of the bare", Attention("heads"), None),
+        ("all of the short", Attention("h", in_kernel=False), None),
+        ("all of the unknown", Attention("my_heads"), Attention2D()),
+        ("all of the given", Attention("count", in_kernel=False), Attention2D(num_heads=HEADS)),
+        ("all in the kernel", Attention("count"), Attention2D(num_heads=HEADS)),
+    ):
+        model = Between(VOCAB, WIDTH, lambda middle=middle: middle).double()
+        reference = copy.deepcopy(model)
+        ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
+        parallelize_module(model, mesh, _plan(around))
+        try:
+            for y in (model(ids).full_tensor(), reference(ids)):
+                F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+            said[case] = f"differs by {max(gradients(reference, model).values()) > 1e-10}"
+        except ValueError as error:
+            said[case] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1)])
+def test_heads_of_a_part_of_the_features(rows: int, columns: int) -> None:
+    """Each column cut its features into as many heads as all columns have, in silence.
+
+    Attention of ``heads=4`` by einops, of half the features, is that of four heads of half the
+    size: under a plan of Colwise2D and Rowwise2D alone, and under Attention2D, which did not know
+    the attribute ``heads``. Everything after it was another model.
+    """
+    for said in world.run(rows * columns, _said, rows, columns):
+        if columns > 1:
+            for case in [case for case in said if case.startswith("all of")]:
+                message = said.pop(case)
+                assert "test_cut_heads.py:" in message and "local_attributes=(" in message, case
+                assert f"are cut into {HEADS} heads" in message, message
+            assert f"of all {HEADS} heads" in said.pop("all in the kernel")
+        assert set(said.values()) == {"differs by False"}, said

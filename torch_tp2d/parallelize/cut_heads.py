@@ -1,0 +1,72 @@
+"""Tells features that ``tp_col`` splits from heads that the user's code cuts them into.
+
+``q.view(b, n, self.heads, -1)`` by the number of all heads, where each column has some of them:
+the sizes fit, and a head has a part of its features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ..styles.module_kinds import HEAD_SIZES
+
+__all__ = ["cut_heads"]
+
+
+def cut_heads(frame: FrameType | None, sizes: Sequence[int]) -> str:
+    """What is wrong with heads that split features were reshaped to; empty if nothing seems so.
+
+    Args:
+        frame: of the code that reshapes. The first module above is asked for its attributes.
+        sizes: of the dims that the features have become, the last of them those of a head.
+    """
+    while frame is not None and not isinstance(_first_argument(frame), nn.Module):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    module = _first_argument(frame)
+    runner = getattr(module, "_tp2d", None)
+    local: dict[str, Any] = getattr(runner, "local_values", {})
+    if any(getattr(module, name, None) == sizes[-1] for name in _SIZES):
+        return ""
+    if any(size in local.values() for size in sizes[:-1]):
+        return ""
+    for name, count in _counts(module):
+        if name not in local and count in sizes[:-1]:
+            return (
+                f"in {frame.f_code.co_filename}:{frame.f_lineno} features of which each rank has a "
+                f"part are cut into {count} heads ({name}), as those of all ranks would be, which "
+                f"leaves {sizes[-1]} for each. Have the number divided by the size of tp_col, "
+                f"Attention2D(local_attributes=({name!r},)) for the module around the "
+                f"projections, or write -1 for it and the size of a head for the last dim"
+            )
+    return ""
+
+
+_SIZES = (*HEAD_SIZES, "dim_head")
+_SHORT = ("h", "nh", "n_h")
+
+
+def _first_argument(frame: FrameType) -> Any:
+    """What a method calls self."""
+    return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+
+
+def _counts(module: nn.Module) -> list[tuple[str, int]]:
+    """Attributes of the module that may count heads or, if it has none, those of its config."""
+    heads = getattr(getattr(module, "_tp2d", None), "heads", None)
+    known = [] if heads is None or heads.whole_query else [("num_heads", heads.query)]
+    for owner in (module, getattr(module, "config", None)):
+        counts = [
+            (name, value)
+            for name, value in getattr(owner, "__dict__", {}).items()
+            if type(value) is int and value > 1
+            if name in _SHORT or "head" in name and "dim" not in name
+        ]
+        if counts:
+            return counts + known
+    return known
