@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -345,6 +346,32 @@ def _unheard(rows: int, columns: int, kind: Callable[[], nn.Module]) -> float:
 def test_a_model_that_nobody_listed(rows: int, columns: int) -> None:
     """Its logits are whole, so that its training loop stays as it is."""
     assert max(world.run(rows * columns, _unheard, rows, columns, Unheard)) < TOLERANCE
+
+
+class Listed(nn.Module):
+    """Layers in lists of lists, whose parts have numbers for names, as x-transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.guess = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        up, down = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
+        feeds = [nn.Sequential(OrderedDict(up=up, act=nn.GELU(), down=down))]
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.ModuleList([nn.LayerNorm(HIDDEN)]), branch])
+            for feed in feeds
+            for branch in (Mixer(), feed)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for (norm,), branch in self.layers:
+            x = x + branch(norm(x))
+        return self.guess(x)
+
+
+def test_layers_in_lists_of_lists() -> None:
+    """One entry for all norms, ``layers.*.*.*``, named the projections beside them as well."""
+    assert max(world.run(4, _unheard, 2, 2, Listed)) < TOLERANCE
 
 
 def test_what_a_derived_plan_says() -> None:

@@ -20,21 +20,31 @@ from torch_tp2d import Attention2D, Colwise2D, Rowwise2D, parallelize_module
 WIDTH, HEADS, VOCAB = 32, 4, 11
 
 
+class Cut(nn.Module):
+    """A module that reshapes, as einops has one."""
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        return x.unflatten(-1, (count, -1))
+
+
 class Attention(nn.Module):
     """As einops has it: the size of a head is what is left of the features that it sees."""
 
     def __init__(self, name: str, *, in_kernel: bool = True, size: int | None = None) -> None:
         super().__init__()
         self.name, self.in_kernel, self.head_dim = name, in_kernel, size
+        self.cut = Cut()
         setattr(self, name, HEADS)
         self.to_qkv, self.to_out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        count = -1 if self.head_dim else getattr(self, self.name)
-        q, k, v = (
-            t.reshape(*t.shape[:2], count, self.head_dim or t.shape[2] // count).transpose(1, 2)
-            for t in self.to_qkv(x).chunk(3, dim=-1)
-        )
+        qkv = self.to_qkv(x).chunk(3, dim=-1)
+        if self.head_dim is None:
+            count = getattr(self, self.name)
+            k, v = (t.reshape(*t.shape[:2], count, t.shape[2] // count) for t in qkv[1:])
+            q, k, v = (t.transpose(1, 2) for t in (self.cut(qkv[0], count), k, v))
+        else:
+            q, k, v = (t.view(*t.shape[:2], -1, self.head_dim).transpose(1, 2) for t in qkv)
         if self.in_kernel:
             y = F.scaled_dot_product_attention(q, k, v)
         else:

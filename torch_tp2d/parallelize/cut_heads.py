@@ -21,10 +21,12 @@ def cut_heads(frame: FrameType | None, sizes: Sequence[int]) -> str:
     """What is wrong with heads that split features were reshaped to; empty if nothing seems so.
 
     Args:
-        frame: of the code that reshapes. The first module above is asked for its attributes.
+        frame: of the code that reshapes. The first module above that has parameters is asked for
+            its attributes.
         sizes: of the dims that the features have become, the last of them those of a head.
     """
-    while frame is not None and not isinstance(_first_argument(frame), nn.Module):
+    # A module without parameters, einops' Rearrange, is another one's way to reshape.
+    while frame is not None and not _has_parameters(_first_argument(frame)):
         frame = frame.f_back
     if frame is None:
         return ""
@@ -54,6 +56,10 @@ _SHORT = ("h", "nh", "n_h")
 def _first_argument(frame: FrameType) -> Any:
     """What a method calls self."""
     return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+
+
+def _has_parameters(x: Any) -> bool:
+    return isinstance(x, nn.Module) and next(x.parameters(), None) is not None
 
 
 def _counts(module: nn.Module) -> list[tuple[str, int]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from itertools import accumulate
 
@@ -34,7 +33,7 @@ class DerivedPlan(dict[str, ParallelStyle]):
 
 
 def by_patterns(
-    modules: Iterable[str], styles: Mapping[str, ParallelStyle], reasons: Mapping[str, str]
+    modules: Collection[str], styles: Mapping[str, ParallelStyle], reasons: Mapping[str, str]
 ) -> DerivedPlan:
     """Merge styles into a plan that has ``*`` for the numbers of layers with equal styles.
 
@@ -43,21 +42,22 @@ def by_patterns(
         styles: by module name.
         reasons: the reason for each style, by module name.
     """
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in modules:
-        alike[_pattern(name)].append(name)
+    alike: dict[str, set[str]] = {}
+    for pattern in {_pattern(name) for name in styles}:
+        # Its * stands for names that are no numbers, too.
+        named = (name for name in modules if _matches(name, pattern))
+        alike[pattern] = {repr(styles.get(name)) for name in named}
     plan = DerivedPlan()
     for name, style in styles.items():
         pattern = _pattern(name)
-        shown = {repr(styles.get(other)) for other in alike[pattern]}
-        key, why = (pattern, _pattern) if len(shown) == 1 else (name, str)
+        key, why = (pattern, _pattern) if len(alike[pattern]) == 1 else (name, str)
         if key not in plan:
             plan[key] = style
             plan.reasons[key] = why(reasons[name])
     return plan
 
 
-def names_all(plan: Iterable[str], model: nn.Module) -> bool:
+def names_all(plan: Collection[str], model: nn.Module) -> bool:
     """Whether all keys of a plan name modules, and all modules with own parameters are covered.
 
     A module is covered by a key that names it or a module around it; the key ``""``, which names
