@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -99,8 +100,7 @@ class LocalSizes:
 
     @eager_only
     def compares(self, module: nn.Module, args: Any, output: Any) -> None:
-        watch = self._watch
-        self.ends(module, args, output)
+        watch = self._end()
         if watch is not None:
             self._ran = True
             if torch.is_grad_enabled():
@@ -109,9 +109,17 @@ class LocalSizes:
 
     @eager_only
     def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
+        watch, raised = self._end(), sys.exc_info()[1]
+        # Only after a forward that has raised is a watch left; what was found may be the cause.
+        if watch and watch.refused and raised and hasattr(raised, "add_note"):
+            raised.add_note(f"torch_tp2d: {watch.refused}")
+
+    def _end(self) -> _Watch | None:
+        watch = self._watch
+        if watch is not None:
+            watch.__exit__(None, None, None)
             self._watch, context_of(self.mesh).watch = None, None
+        return watch
 
     def _remove(self, module: nn.Module) -> None:
         remove_hooks(module, self.begins, self.compares, self.ends)
@@ -132,6 +140,8 @@ class _Watch(TorchFunctionMode):
         self._met: Counter[str] = Counter()
         self._found: list[Tensor] = []
         self._where: dict[int, str] = {}
+        self.refused = ""
+        """What was first found wrong, whatever its values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -158,6 +168,7 @@ class _Watch(TorchFunctionMode):
 
     def refuses(self, said: str) -> None:
         """Note what is wrong by itself, whatever its values."""
+        self.refused = self.refused or said
         if len(self._found) < _SLOTS:
             key = zlib.crc32(said.encode())
             self._found.append(torch.tensor([key, _WRONG, 0, 0, 0, 0]))
