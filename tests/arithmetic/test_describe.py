@@ -276,14 +276,15 @@ def _with_fsdp(shape: tuple[int, ...], reshard: bool, parts: int) -> list[tuple[
     return [(found.bytes_along("dp"), of_fsdp.received), (on_grid, counter.total_bytes)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "shape,parts",
     [
         ((2, 2, 1), (3,)),
-        deep((2, 2, 1), (1, 2)),
-        deep((2, 1, 2), (1, 5)),
-        deep((1, 4, 1), (3,)),
-        deep((1, 2, 2), (3,)),
+        ((2, 2, 1), (1, 2)),
+        ((2, 1, 2), (1, 5)),
+        ((1, 4, 1), (3,)),
+        ((1, 2, 2), (3,)),
     ],
 )
 def test_bytes_with_fsdp2_outside_and_in_micro_batches(

@@ -180,9 +180,10 @@ def _loaded_and_trained(
     return seen, share
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "load,rows,columns",
-    [(_by_plan, 2, 2), deep(_by_name, 1, 4), deep(_by_plan, 1, 4), deep(_by_name, 2, 2)],
+    [(_by_plan, 2, 2), (_by_name, 1, 4), (_by_plan, 1, 4), (_by_name, 2, 2)],
 )
 def test_transformers_loads_straight_into_shards(
     saved: Callable[..., str], load: Callable[..., nn.Module], rows: int, columns: int

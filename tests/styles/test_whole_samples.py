@@ -198,7 +198,7 @@ def _train(kind: str, rows: int, columns: int, batch: int, length: int) -> dict[
     return found
 
 
-@pytest.mark.parametrize("kind", ["mixers", deep("encoder"), "encoder, norms first"])
+@pytest.mark.parametrize("kind", ["mixers", deep("encoder"), deep("encoder, norms first")])
 @pytest.mark.parametrize(
     ("grid", "size"),
     [

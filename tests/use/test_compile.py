@@ -112,7 +112,8 @@ def _evaluated(grid: tuple[int, int]) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("grid", [(2, 1), deep((2, 2)), deep((1, 4))], ids=str)
+@pytest.mark.deep
+@pytest.mark.parametrize("grid", [(2, 1), (2, 2), (1, 4)], ids=str)
 def test_evaluation_and_frozen_norms(grid: tuple[int, int]) -> None:
     """A compiled block raised under ``no_grad``, as in validation, and where its LayerNorms learn
     nothing, as with LoRA: "setattr() is not supported on type list". There Dynamo counts the
@@ -192,6 +193,7 @@ def _ring() -> float:
     return worst
 
 
+@pytest.mark.deep
 def test_a_length_of_which_one_rank_has_as_much_as_before() -> None:
     """Of sequences of 8 and then of 7 the first of two rows has 4 tokens: its graph for the second
     had a constant for them, and symbols for what followed from the sequence, which is in no tuple

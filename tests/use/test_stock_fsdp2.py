@@ -57,7 +57,8 @@ def _train(shape: Shape, cases: list[str]) -> Differences:
     return seen
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], deep(SHAPES[1])])
+@pytest.mark.deep
+@pytest.mark.parametrize("shape", SHAPES)
 def test_training(shape: Shape) -> None:
     """A quarter of the cases on a column, another on a row."""
     no_difference(world.run(4, _train, shape, list(CASES)[SHAPES.index(shape) :: 4]), TOLERANCE)
