@@ -4,61 +4,31 @@
 ``torch.arange(q.shape[2])`` where each has some of the queries, a slope for each of the heads that
 a rank sees: the sizes fit, and each rank takes what belongs to the first one's part.
 
-The user's code is watched for it in a model's first forward, and for heads that it makes of some of
-their features (:mod:`.cut_heads`). Styles tell the watch of tokens that this code has mixed within
-a rank's part, too (:mod:`torch_tp2d.styles.mixed_tokens`). What is found
-the ranks tell each other when the forward is over: what one of them sees, with a single token or
-none, must not decide about a transfer.
+The user's code is watched for it in a model's first forward (:mod:`.split_dims`), for heads made of
+some of their features (:mod:`.cut_heads`) and for norms of a part (:mod:`.mixed_features`). Styles
+tell the watch of tokens that were mixed within a rank's part, too
+(:mod:`torch_tp2d.styles.mixed_tokens`). What is found the ranks tell each other when the forward is
+over: what one of them sees, with a single token or none, must not decide about a transfer.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
 import sys
-import zlib
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_compat import disable_current_modes, is_compiled
-from .._tracing import eager_only, in_graph
-from ..comm.groups import gather_facts, sends
-from ..mesh.axes import on_mesh
-from ..mesh.grid import Grid, describe_mesh
-from ..mesh.handed import said_of
-from ..mesh.layouts import normalize
+from .._torch_compat import is_compiled
+from .._tracing import eager_only
+from ..comm.groups import sends
+from ..mesh.grid import Grid
 from ..runtime.context import context_of, in_backward
-from .cut_heads import cut_heads
 from .first_forward import remove_hooks
+from .split_dims import SplitDims
 
 __all__ = ["LocalSizes"]
-
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_SLOTS, _FACTS = 64, 6
-"""How many meetings are told the other ranks of, and what is told of each."""
-_WRONG = 2
-"""In the place of an axis' number, for what is wrong whatever its values."""
-
-_ELEMENTWISE = (
-    *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
-    *("add_", "sub_", "mul_", "div_", "masked_fill", "masked_fill_", "lerp", "addcmul"),
-    *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__and__", "__or__", "logical_and"),
-)
-_RESHAPES = ("view", "reshape", "flatten", "unflatten")
-_VIEWS = (
-    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze"),
-    *("squeeze", "expand", "chunk", "split", "tensor_split", "unbind", "narrow", "select"),
-    *("__getitem__", "view_as_complex", "view_as_real"),
-)
 
 
 class LocalSizes:
@@ -70,7 +40,7 @@ class LocalSizes:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._ran = False
-        self._watch: _Watch | None = None
+        self._watch: SplitDims | None = None
 
     def __deepcopy__(self, memo: Any) -> LocalSizes:
         return LocalSizes(self.mesh)
@@ -94,7 +64,7 @@ class LocalSizes:
             # A graph made while a mode is active would be made again without it.
             self._remove(module)
             return
-        self._watch = _Watch(Grid(self.mesh))
+        self._watch = SplitDims(Grid(self.mesh))
         self._watch.__enter__()
         context.watch = self._watch
 
@@ -114,7 +84,7 @@ class LocalSizes:
         if watch and watch.refused and raised and hasattr(raised, "add_note"):
             raised.add_note(f"torch_tp2d: {watch.refused}")
 
-    def _end(self) -> _Watch | None:
+    def _end(self) -> SplitDims | None:
         watch = self._watch
         if watch is not None:
             watch.__exit__(None, None, None)
@@ -123,258 +93,3 @@ class LocalSizes:
 
     def _remove(self, module: nn.Module) -> None:
         remove_hooks(module, self.begins, self.compares, self.ends)
-
-
-class _Watch(TorchFunctionMode):
-    """Notes tensors that have as many entries as a rank's part of another, which they meet.
-
-    Which dims of a tensor are split is told by what a style has noted of it, and followed through
-    functions that move dims or take elements one by one; beyond others it is not known.
-    """
-
-    def __init__(self, grid: Grid) -> None:
-        super().__init__()
-        self.grid = grid
-        self._split = WeakIdKeyDictionary()
-        """By tensor, the index of the mesh axis that splits a dim, by dim."""
-        self._met: Counter[str] = Counter()
-        self._found: list[Tensor] = []
-        self._where: dict[int, str] = {}
-        self.refused = ""
-        """What was first found wrong, whatever its values."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        # Reading an attribute is what most calls do.
-        if name == "__get__" or in_graph():
-            return out
-        given = _local_tensors(args, kwargs)
-        if not any(self._split_dims(x) for x in given):
-            return out
-        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if _is_local(x)]
-        if name in _RESHAPES or name in _VIEWS:
-            if len(given) == 1 and made:
-                self._follow_view(func, name, given[0], args, kwargs or {}, made)
-        elif len(made) == 1:
-            self._follow(name, given, made[0])
-        return out
-
-    def attends(self, query: Tensor, mask: Tensor) -> None:
-        """Note a mask that a style is given for this rank's heads and queries."""
-        self._meets(query, mask, by_style=True)
-
-    def refuses(self, said: str) -> None:
-        """Note what is wrong by itself, whatever its values."""
-        self.refused = self.refused or said
-        if len(self._found) < _SLOTS:
-            key = zlib.crc32(said.encode())
-            self._found.append(torch.tensor([key, _WRONG, 0, 0, 0, 0]))
-            self._where[key] = said
-
-    def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
-        """Note ``other``, if in a dim that is split of ``x`` it is not, but as large as a part."""
-        if not (_is_local(x) and _is_local(other)) or len(self._found) == _SLOTS:
-            return
-        whole = self._split_dims(other)
-        for dim, axis in self._split_dims(x).items():
-            at = dim - x.ndim + other.ndim
-            if at < 0 or other.shape[at] != x.shape[dim] or not x.shape[dim] or at in whole:
-                continue
-            if (place := _place(by_style)) is None:
-                return
-            self._met[place] += 1
-            if self._met[place] > 2:
-                return
-            key = zlib.crc32(f"{place} {self._met[place]}".encode())
-            with torch.no_grad(), disable_current_modes():
-                said = other.new_tensor([key, axis, other.shape[at]], dtype=torch.int64)
-                self._found.append(torch.cat([said, _facts(other.detach(), at)]))
-            self._where[key] = (
-                f"in {place} a tensor of shape {tuple(other.shape)} meets one of shape "
-                f"{tuple(x.shape)} of whose dim {dim} each rank has a part"
-            )
-            return
-
-    def compare(self, module: nn.Module) -> None:
-        """Compare what was found over the ranks.
-
-        Raises:
-            ValueError: on every rank, if ranks with other parts have the same values for them.
-        """
-        grid = self.grid
-        with torch.no_grad(), disable_current_modes():
-            facts = torch.zeros(
-                _SLOTS, _FACTS, dtype=torch.int64, device=self.grid.mesh.device_type
-            )
-            for slot, found in enumerate(self._found[:_SLOTS]):
-                facts[slot] = found
-            for axis in (grid.col, grid.row):
-                if axis.size > 1:
-                    facts = gather_facts(facts.flatten(), axis.process_group)
-            of_all = facts.view(grid.row.size, grid.col.size, _SLOTS, _FACTS).tolist()
-        said = [one for line in of_all for rank in line for one in rank]
-        if wrong := [key for key, number, *_ in said if key and number == _WRONG]:
-            told = self._where.get(wrong[0], "its code is refused on another rank, which says why")
-            raise ValueError(f"{type(module).__name__}: {told}")
-        for number, (axis, lines) in enumerate(
-            ((grid.row, list(zip(*of_all, strict=True))), (grid.col, of_all))
-        ):
-            for line in lines:
-                for key in {one[0] for rank in line for one in rank if one[0]}:
-                    met = [one for rank in line for one in rank if one[:2] == [key, number]]
-                    if _are_alike(met):
-                        where = self._where.get(key, "what is made by the sizes of a rank's part")
-                        raise ValueError(
-                            f"{type(module).__name__} on mesh {describe_mesh(grid.mesh)}: {where} "
-                            f"along {axis.name}, and it has the same values on these ranks. What "
-                            f"is made by the sizes that a rank sees, torch.arange(x.shape[1]) or "
-                            f"table[: x.shape[1]] or a slope for each of self.num_heads, is that "
-                            f"of the first part; random numbers are the same for each. Compute it "
-                            f"in a module under torch_tp2d.Replicate(), which sees the sizes of "
-                            f"the whole, give the module the tokens, positions or heads of all "
-                            f"(output_layouts=Replicate(), row_dim=0), or make it for this rank's "
-                            f"part"
-                        )
-
-    def _split_dims(self, x: Tensor) -> dict[int, int]:
-        note, found = said_of(x), dict[int, int]()
-        if note.layout is not None and note.axes is not None and note.ndim == x.ndim:
-            layout = on_mesh(normalize(note.layout, note.ndim), note.axes)
-            for number, (axis, p) in enumerate(
-                zip((self.grid.row, self.grid.col), layout, strict=True)
-            ):
-                # Samples are taken one by one by what makes anything for all of them.
-                if axis.size > 1 and type(p) is Shard and p.dim:
-                    found[p.dim] = number
-            return found
-        known: dict[int, int] = self._split.get(x, found)
-        return known
-
-    def _follow(self, name: str, given: list[Tensor], made: Tensor) -> None:
-        """Functions that do not move dims: of single elements, and products."""
-        if name.endswith("_like"):
-            return
-        product, joined = name in ("matmul", "__matmul__", "bmm"), name in ("cat", "stack")
-        elementwise = name in _ELEMENTWISE
-        found: dict[int, int] = {}
-        for x in given[:1] if product else given:
-            split = self._split_dims(x)
-            if elementwise and split:
-                for other in given:
-                    if other is not x:
-                        self._meets(x, other)
-            elif name == "scaled_dot_product_attention" and x is given[0] and len(given) > 3:
-                self._meets(x, given[3])
-            last = x.ndim - 1 if product else x.ndim
-            if joined:
-                same = enumerate(zip(made.shape, x.shape, strict=False))
-                kept = {dim for dim, (size, of) in same if size == of and made.ndim == x.ndim}
-                found |= {dim: axis for dim, axis in split.items() if dim in kept}
-            elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
-                ahead = made.ndim - x.ndim
-                found |= {dim + ahead: axis for dim, axis in split.items() if dim < last}
-        if found:
-            self._split[made] = found
-
-    def _follow_view(
-        self, func: Any, name: str, x: Tensor, args: Any, kwargs: Any, made: list[Tensor]
-    ) -> None:
-        """Functions that move dims: strides tell where those of a contiguous twin have gone."""
-        split = self._split_dims(x)
-        with torch.no_grad(), disable_current_modes():
-            # A dim of one has no stride of its own.
-            shape = [2 if at in split and size == 1 else size for at, size in enumerate(x.shape)]
-            if name in _RESHAPES:
-                twin = torch.empty(x.shape, dtype=x.dtype, device="meta")
-                moved: Any = [twin.view(made[0].shape)]
-            else:
-                twin = torch.empty(shape, dtype=x.dtype, device="meta")
-                try:
-                    moved = func(*(twin if one is x else one for one in args), **kwargs)
-                except (IndexError, RuntimeError):
-                    return
-                moved = moved if isinstance(moved, tuple | list) else [moved]
-        for y, like in zip(made, moved, strict=False):
-            if y.ndim != like.ndim:
-                continue
-            found: dict[int, int] = {}
-            for dim, axis in split.items():
-                if name in _RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
-                    found[dim] = axis
-                    continue
-                if name in _RESHAPES and dim == x.ndim - 1 and y.ndim > x.ndim:
-                    wrong = cut_heads(inspect.currentframe(), y.shape[dim:])
-                    if wrong and _place(False) is not None:
-                        self.refuses(wrong)
-                    # Features become heads and features of each: the heads are split.
-                    if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
-                        found[dim] = axis
-                    continue
-                least, end = twin.stride(dim), twin.stride(dim) * twin.shape[dim]
-                there = [
-                    (like.stride(at), at)
-                    for at in range(like.ndim)
-                    if like.shape[at] > 1
-                    and least <= like.stride(at)
-                    and like.stride(at) * like.shape[at] <= end
-                ]
-                if there:
-                    found[max(there)[1]] = axis
-            if found:
-                self._split[y] = found
-
-
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor)
-
-
-def _local_tensors(args: Any, kwargs: dict[str, Any] | None) -> list[Tensor]:
-    """Those among the arguments of one of torch's functions, and in their lists and tuples."""
-    found: list[Tensor] = []
-    for given in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(given, tuple | list):
-            found += filter(_is_local, given)
-        elif _is_local(given):
-            found.append(given)
-    return found
-
-
-def _place(by_style: bool) -> str | None:
-    """The file and line of the user's code that calls a function; None if a style does."""
-    frame: Any = inspect.currentframe()
-    while frame is not None:
-        path = frame.f_code.co_filename
-        # A mode around it stands between a function and who calls it.
-        passes_on = path == __file__ or frame.f_code.co_name == "__torch_function__"
-        if path.startswith(_PACKAGE) and not (passes_on or by_style):
-            return None
-        if not path.startswith((_PACKAGE, _TORCH)):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
-
-
-def _facts(x: Tensor, dim: int) -> Tensor:
-    """Whether a tensor varies along a dim, and what tells its first and second slice there."""
-    x = torch.view_as_real(x) if x.is_complex() else x
-    first, second = (x.narrow(dim, min(at, x.shape[dim] - 1), 1) for at in (0, 1))
-    varies = (x != first).any().long()
-    return torch.stack([varies, *(_sum(one).view(torch.int64) for one in (first, second))])
-
-
-def _sum(x: Tensor) -> Tensor:
-    x = torch.nan_to_num(x.flatten().double()).clamp(-1e30, 1e30)
-    # Weights of different sizes: a permutation changes the sum.
-    weights = torch.arange(len(x), device=x.device, dtype=x.dtype)
-    return x @ (0.5 + (weights * 0.6180339887498949).frac_())
-
-
-def _are_alike(met: list[list[int]]) -> bool:
-    """Whether ranks with other parts have the same values, which vary within a part."""
-    if len(met) < 2 or not any(varies for _, _, _, varies, _, _ in met):
-        return False
-    seconds = {second for _, _, size, _, _, second in met if size > 1}
-    return len({first for *_, first, _ in met}) == 1 and len(seconds) <= 1

@@ -1,0 +1,99 @@
+"""Functions of all features, where each rank has some of them: refused by file and line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+
+from support import world
+from support.marks import deep
+from support.models import grid_mesh
+from support.one_module import Between, gradients
+from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
+
+WIDTH, WIDE, HEAD, VOCAB = 12, 32, 4, 11
+
+
+class Middle(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+def _by_hand(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, HEAD))
+
+
+OF_A_PART: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": _by_hand,
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "layer_norm": lambda x: F.layer_norm(x, normalized_shape=x.shape[-1:]),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "softmax": lambda x: (2 * x).softmax(dim=2),
+    "group_norm": lambda x: F.group_norm(x.flatten(0, 1), 2).view_as(x),
+    "cumsum": lambda x: x.cumsum(-1),
+    "std": lambda x: x / (1 + x.std(-1, keepdim=True)),
+    # Over heads.
+    "var": lambda x: (_heads(x) + _heads(x).var(2, keepdim=True)).flatten(2),
+}
+RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "single features": lambda x: F.gelu(x) + x.sigmoid(),
+    "each head": lambda x: F.rms_norm(_heads(x), (HEAD,)).flatten(2),
+    "each head, by hand": lambda x: _by_hand(_heads(x)).flatten(2),
+    "each head, softmax": lambda x: _heads(x).transpose(1, 2).softmax(-1).mT.flatten(1, 2).mT,
+    "features of whole tokens": lambda x: x + x.detach().mean((0, 1), keepdim=True),
+}
+
+
+def _said(rows: int, columns: int) -> dict[str, str]:
+    mesh, said = grid_mesh(rows, columns), {}
+    plan = {
+        "embed": Rowwise2D(output_layouts=Replicate()),
+        "middle.up": Colwise2D(),
+        "middle.down": Rowwise2D(output_layouts=Replicate()),
+        "head": Colwise2D(use_local_output=False),
+    }
+    for name, act in (OF_A_PART | RIGHT).items():
+        model = Between(VOCAB, WIDTH, lambda act=act: Middle(act)).double()
+        reference = copy.deepcopy(model)
+        ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
+        parallelize_module(model, mesh, plan)
+        try:
+            for y in (model(ids).full_tensor(), reference(ids)):
+                F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+            said[name] = f"differs by {max(gradients(reference, model).values()) > 1e-10}"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 2), deep(2, 2), deep(1, 4)])
+def test_functions_of_all_features(rows: int, columns: int) -> None:
+    """A norm, a softmax or a mean of features that ``tp_col`` splits was of a part, in silence.
+
+    ``x * rsqrt(x.square().mean(-1))`` between Colwise2D and Rowwise2D, or keys that are normalized
+    before they are cut into heads: each rank did so by its own features.
+    """
+    for said in world.run(rows * columns, _said, rows, columns):
+        for name in OF_A_PART:
+            message = said.pop(name)
+            assert "test_mixed_features.py:" in message and f" {name} takes dim " in message, (
+                message
+            )
+        if rows > 1:
+            del said["features of whole tokens"]
+        assert set(said.values()) == {"differs by False"}, said
