@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
+import torch_tp2d
 from support import world
 from support.marks import deep
 from support.models import grid_mesh
@@ -18,6 +19,11 @@ from support.one_module import Between, gradients
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 
 WIDTH, WIDE, HEAD, VOCAB = 12, 32, 4, 11
+
+
+class Norm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _by_hand(x)
 
 
 class Middle(nn.Module):
@@ -67,11 +73,17 @@ def _said(rows: int, columns: int) -> dict[str, str]:
         "middle.down": Rowwise2D(output_layouts=Replicate()),
         "head": Colwise2D(use_local_output=False),
     }
-    for name, act in (OF_A_PART | RIGHT).items():
+    of_features = (Shard(0), Shard(-1))
+    ways = {
+        "by Replicate()": {"middle.act": torch_tp2d.Replicate(input_layouts=of_features)},
+        "on DTensors": {"middle.up": Colwise2D(use_local_output=False)},
+    }
+    acts = OF_A_PART | RIGHT | {name: Norm() for name in ways}
+    for name, act in acts.items():
         model = Between(VOCAB, WIDTH, lambda act=act: Middle(act)).double()
         reference = copy.deepcopy(model)
         ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
-        parallelize_module(model, mesh, plan)
+        parallelize_module(model, mesh, plan | ways.get(name, {}))
         try:
             for y in (model(ids).full_tensor(), reference(ids)):
                 F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
