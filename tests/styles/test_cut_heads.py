@@ -71,12 +71,15 @@ def _plan(around: Attention2D | None) -> dict[str, Any]:
 def _said(rows: int, columns: int) -> dict[str, str]:
     mesh, said = grid_mesh(rows, columns), {}
     by_name = Attention2D(local_attributes=("my_heads",))
+    by_hand = Attention("own_heads")
+    by_hand.own_heads, by_hand.heads = HEADS // columns, HEADS
     for case, middle, around in (
         ("known", Attention("heads"), Attention2D()),
         ("known, written out", Attention("heads", in_kernel=False), Attention2D()),
         ("named", Attention("my_heads"), by_name),
         ("by size", Attention("my_heads", size=WIDTH // HEADS), Attention2D()),
         ("by size, bare", Attention("my_heads", size=WIDTH // HEADS), None),
+        ("divided by hand", by_hand, None),
         ("all of the bare", Attention("heads"), None),
         ("all of the short", Attention("h", in_kernel=False), None),
         ("all of the unknown", Attention("my_heads"), Attention2D()),
@@ -86,6 +89,8 @@ def _said(rows: int, columns: int) -> dict[str, str]:
     ):
         model = Between(VOCAB, WIDTH, lambda middle=middle: middle).double()
         reference = copy.deepcopy(model)
+        if middle is by_hand:
+            reference.middle.own_heads = HEADS
         ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
         parallelize_module(model, mesh, _plan(around))
         try:

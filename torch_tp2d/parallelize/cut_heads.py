@@ -17,13 +17,14 @@ from ..styles.module_kinds import HEAD_SIZES
 __all__ = ["cut_heads"]
 
 
-def cut_heads(frame: FrameType | None, sizes: Sequence[int]) -> str:
+def cut_heads(frame: FrameType | None, sizes: Sequence[int], ranks: int) -> str:
     """What is wrong with heads that split features were reshaped to; empty if nothing seems so.
 
     Args:
         frame: of the code that reshapes. The first module above that has parameters is asked for
             its attributes.
         sizes: of the dims that the features have become, the last of them those of a head.
+        ranks: how many have parts of the features.
     """
     # A module without parameters, einops' Rearrange, is another one's way to reshape.
     while frame is not None and not _has_parameters(_first_argument(frame)):
@@ -37,8 +38,11 @@ def cut_heads(frame: FrameType | None, sizes: Sequence[int]) -> str:
         return ""
     if any(size in local.values() for size in sizes[:-1]):
         return ""
-    for name, count in _counts(module):
-        if name not in local and count in sizes[:-1]:
+    counts = _counts(module)
+    for name, count in counts:
+        # n_heads // ranks, which its author keeps beside n_heads, is a rank's own.
+        is_own = name in local or "local" in name or ranks * count in dict(counts).values()
+        if not is_own and count in sizes[:-1]:
             return (
                 f"in {frame.f_code.co_filename}:{frame.f_lineno} features of which each rank has a "
                 f"part are cut into {count} heads ({name}), as those of all ranks would be, which "

@@ -204,10 +204,10 @@ class SplitDims(TorchFunctionMode):
             if joined:
                 same = enumerate(zip(made.shape, x.shape, strict=False))
                 kept = {dim for dim, (size, of) in same if size == of and made.ndim == x.ndim}
-                found |= {dim: axis for dim, axis in split.items() if dim in kept}
+                found |= {dim: part for dim, part in split.items() if dim in kept}
             elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
                 ahead = made.ndim - x.ndim
-                found |= {dim + ahead: axis for dim, axis in split.items() if dim < last}
+                found |= {dim + ahead: part for dim, part in split.items() if dim < last}
         if found:
             self._split[made] = found
 
@@ -247,17 +247,18 @@ class SplitDims(TorchFunctionMode):
             if y.ndim != like.ndim:
                 continue
             found: dict[int, _Part] = {}
-            for dim, axis in split.items():
+            for dim, part in split.items():
                 if name in _RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
-                    found[dim] = axis
+                    found[dim] = part
                     continue
                 if name in _RESHAPES and dim == x.ndim - 1 and y.ndim > x.ndim:
-                    wrong = cut_heads(inspect.currentframe(), y.shape[dim:])
+                    ranks = (self.grid.row, self.grid.col)[part.axis].size
+                    wrong = cut_heads(inspect.currentframe(), y.shape[dim:], ranks)
                     if wrong and _place(False) is not None:
                         self.refuses(wrong)
                     # Features become heads and features of each: the heads are split.
                     if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
-                        found[dim] = axis
+                        found[dim] = part
                     continue
                 least, end = twin.stride(dim), twin.stride(dim) * twin.shape[dim]
                 there = [
@@ -268,7 +269,7 @@ class SplitDims(TorchFunctionMode):
                     and like.stride(at) * like.shape[at] <= end
                 ]
                 if there:
-                    found[max(there)[1]] = axis
+                    found[max(there)[1]] = part
             if found:
                 self._split[y] = found
 
