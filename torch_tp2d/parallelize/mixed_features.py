@@ -11,12 +11,9 @@ from typing import Any
 
 __all__ = ["dims_mixed"]
 
-_PLACE_OF_DIM = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "mean", "var", "std", "cumsum"), 1),
-    **dict.fromkeys(("normalize", "norm", "vector_norm"), 2),
-}
-"""By the name of a function, which of its arguments the dim is."""
-_DIM_LEFT_OUT = {"normalize": 1}
+_DIM_SECOND = ("softmax", "log_softmax", "softmin", "mean", "var", "std", "cumsum")
+_DIM_THIRD = ("normalize", "norm", "vector_norm")
+"""Functions by which of their arguments is the dim."""
 
 
 def dims_mixed(
@@ -31,10 +28,11 @@ def dims_mixed(
         return tuple(range(ndim - len(tuple(shape)), ndim))
     if name == "group_norm":
         return (1,)
-    at = _PLACE_OF_DIM.get(name)
-    if at is None:
+    if name not in (*_DIM_SECOND, *_DIM_THIRD):
         return ()
-    dims = kwargs.get("dim", args[at] if len(args) > at else _DIM_LEFT_OUT.get(name))
+    at = 1 if name in _DIM_SECOND else 2
+    left_out = 1 if name == "normalize" else None
+    dims = kwargs.get("dim", args[at] if len(args) > at else left_out)
     if isinstance(dims, int):
         dims = (dims,)
     if not isinstance(dims, tuple | list) or len(dims) >= ndim:
