@@ -52,7 +52,8 @@ OF_A_PART: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: (2 * x).softmax(dim=2),
     "group_norm": lambda x: F.group_norm(x.flatten(0, 1), 2).view_as(x),
     "cumsum": lambda x: x.cumsum(-1),
-    "std": lambda x: x / (1 + x.std(-1, keepdim=True)),
+    "std": lambda x: x / (1 + x.std(axis=-1, keepdim=True)),
+    "linalg_vector_norm": lambda x: x / torch.linalg.vector_norm(x, 2, -1, keepdim=True),
     # Over heads.
     "var": lambda x: (_heads(x) + _heads(x).var(2, keepdim=True)).flatten(2),
 }
@@ -61,6 +62,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "each head": lambda x: F.rms_norm(_heads(x), (HEAD,)).flatten(2),
     "each head, by hand": lambda x: _by_hand(_heads(x)).flatten(2),
     "each head, softmax": lambda x: _heads(x).transpose(1, 2).softmax(-1).mT.flatten(1, 2).mT,
+    "all of a leaf": lambda x: x + torch.ones_like(x).std(False),
     "features of whole tokens": lambda x: x + x.detach().mean((0, 1), keepdim=True),
 }
 

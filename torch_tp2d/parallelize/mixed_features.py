@@ -23,6 +23,7 @@ def dims_mixed(
 
     Empty for another function, and for one over all dims, which gives a single number.
     """
+    name = name.removeprefix("linalg_")
     if name in ("layer_norm", "rms_norm"):
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         return tuple(range(ndim - len(tuple(shape)), ndim))
@@ -32,9 +33,8 @@ def dims_mixed(
         return ()
     at = 1 if name in _DIM_SECOND else 2
     left_out = 1 if name == "normalize" else None
-    dims = kwargs.get("dim", args[at] if len(args) > at else left_out)
-    if isinstance(dims, int):
-        dims = (dims,)
-    if not isinstance(dims, tuple | list) or len(dims) >= ndim:
-        return ()
-    return tuple(dim % ndim for dim in dims if isinstance(dim, int))
+    dims = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else left_out))
+    dims = dims if isinstance(dims, tuple | list) else (dims,)
+    # x.std(False) is over all dims.
+    dims = tuple(dim % ndim for dim in dims if type(dim) is int)
+    return dims if len(dims) < ndim else ()

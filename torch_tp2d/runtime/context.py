@@ -66,7 +66,7 @@ class Watch(Protocol):
         """Attention was called with a mask that is given for this rank's heads and queries."""
 
     def refuses(self, said: str) -> None:
-        """The user's code is wrong on a rank's part: tokens were made of others of this part.
+        """The user's code is wrong where a rank has a part, as tokens made of others of it are.
 
         Args:
             said: what is wrong where, and what to do, the same on every rank.
