@@ -15,6 +15,14 @@ times    a training step (forward and backward) of GPT blocks in bf16: every gri
          the most memory that it takes.
 kernels  of one step of our fastest grid and of the fastest stock plan, from torch's profiler:
          seconds of products, of NCCL's kernels, of the rest, and of NCCL's while no other ran.
+
+With one GPU:
+
+    python benchmarks/gpu.py --as-rank-of 16 --out rank.json
+
+times each plan as the last of so many ranks runs it, but for the transfers, which are left out:
+what a rank computes, how long Python takes to ask for it, and the memory that it needs, beside what
+``torch_tp2d.describe`` predicts.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +48,7 @@ from block import grid as read_grid
 from measure import largest_over_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from variants import (
     FSDP_PLANS,
     GRID_PLANS,
@@ -52,6 +61,7 @@ from variants import (
     fresh_model,
     global_input,
     grids_of,
+    sequence_plan,
     stock_meshes,
     titled,
 )
@@ -69,6 +79,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Parity, times and kernels on GPUs.")
     parser.add_argument("--out", type=Path, required=True, help="the JSON to write")
+    parser.add_argument("--as-rank-of", type=int, metavar="N", help="one process, no transfers")
+    parser.add_argument("--compiled", action="store_true", help="with --as-rank-of: by block, too")
+    parser.add_argument("--plans", nargs="*", help="with --as-rank-of: these alone")
     parser.add_argument("--grid", type=read_grid, action="append", help="RxC (all of the ranks)")
     parser.add_argument("--layers", type=int, default=4, help="blocks (4)")
     parser.add_argument("--hidden", type=int, default=4096, help="width of the model (4096)")
@@ -195,11 +208,91 @@ def common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -
     )
 
 
+def predicted_peak(variant: Variant, sizes: Sizes, grid: tuple[int, int]) -> int:
+    """What the planner says that a step of this plan takes, in bytes."""
+    with torch.device("meta"):
+        model = fresh_model(replace(sizes, device="meta"))
+        tokens = torch.empty_like(variant.local_input, device="meta")
+    told = torch_tp2d.describe(
+        *(model, grid, sequence_plan(torch_tp2d.Colwise2D, torch_tp2d.Rowwise2D)),
+        batch=sizes.batch,
+        seq=sizes.seq,
+        inputs=(tokens,),
+        loss=lambda out: out.float().pow(2).sum() / sizes.elements,
+        optimizer="sgd",
+        transport="nccl",
+    )
+    return told.memory.peak
+
+
+def asked_and_busy(variant: Variant, sizes: Sizes, device: torch.device) -> tuple[float, float]:
+    """Seconds until Python has asked for all of a step, and those in which any kernel ran."""
+    asked = []
+    for _ in range(STEPS):
+        synchronize(device)
+        began = time.perf_counter()
+        variant.step(sizes.elements)
+        asked.append(time.perf_counter() - began)
+        variant.model.zero_grad(set_to_none=True)
+    kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[kind]) as trace:
+        variant.step(sizes.elements)
+        synchronize(device)
+    variant.model.zero_grad(set_to_none=True)
+    ran = [
+        (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return statistics.median(asked), sum(end - start for start, end in merged(ran))
+
+
+def as_rank_of(ranks: int, args: argparse.Namespace) -> int:
+    """Time each plan as one of so many ranks runs it, without the transfers."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sizes = Sizes(args.layers, args.hidden, args.heads, args.batch, args.seq, device.type, dtype)
+    grids = args.grid or grids_of(ranks)
+    report: dict[str, Any] = {"ranks": ranks, "sizes": {**asdict(sizes), "dtype": str(dtype)}}
+    for compiled in (False, True) if args.compiled else (False,):
+        for name, make in variants(sizes, grids):
+            if FUSED in name or (args.plans and name.partition(" ")[0] not in args.plans):
+                continue
+            title = f"{name} compiled" if compiled else name
+            try:
+                variant = make()
+                if compiled:
+                    for layer in variant.model.layers:
+                        layer.compile()
+                seconds, peak = timed(variant, sizes, device)
+            except NotRunnable as error:
+                report[title] = str(error)
+                continue
+            asked, busy = asked_and_busy(variant, sizes, device)
+            report[title] = {
+                "seconds": seconds,
+                "peak_bytes": peak,
+                "asked_seconds": asked,
+                "busy_seconds": busy,
+            }
+            if name.startswith(OURS) and not compiled:
+                grid = read_grid(name.rpartition(" ")[2])
+                report[title]["predicted_peak_bytes"] = predicted_peak(variant, sizes, grid)
+            print(f"{title}: {report[title]}", flush=True)
+            del variant
+            gc.collect()
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all of it on this rank; returns the exit status."""
     args = parse(argv)
+    if args.as_rank_of:
+        return as_rank_of(args.as_rank_of, args)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.models import grid_mesh
 from support.moves import GRIDS, mine_of, move_gradients, raw_collectives, whole_of
 from torch_tp2d import comm
@@ -157,7 +158,7 @@ def test_a_question_does_not_wait_for_what_is_gathered() -> None:
 def _groups_after_a_question() -> int:
     """One stage of two asks for sizes; then all ranks make the groups of another mesh."""
     names = ("stage", "tp_row", "tp_col")
-    stages = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+    stages = init_device_mesh(DEVICE, (2, 1, 2), mesh_dim_names=names)
     col = Grid(stages["tp_row", "tp_col"]).col
     if dist.get_rank() < 2:
         ask_sizes(3, col, torch.device("cpu")).wait()

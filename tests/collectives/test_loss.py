@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from support import world
+from support.device import DEVICE
 from support.losses import (
     TOLERANCE,
     Layout,
@@ -229,7 +230,7 @@ def _weighted_nothing() -> None:
     for weight, words in (
         (torch.ones(6), "12 classes"),
         (torch.ones(12, requires_grad=True), "detach"),
-        (spread(torch.ones(12), init_device_mesh("cpu", (4,)), (Shard(0),)), "weight is a"),
+        (spread(torch.ones(12), init_device_mesh(DEVICE, (4,)), (Shard(0),)), "weight is a"),
     ):
         with pytest.raises(ValueError, match=words):
             cross_entropy(leaf, ignored, weight=weight)

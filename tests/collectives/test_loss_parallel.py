@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import loss_parallel as stock_loss_parallel
 
 from support import world
+from support.device import DEVICE
 from support.losses import (
     BATCHED,
     REPLICATED,
@@ -251,7 +252,7 @@ def test_what_a_context_refuses() -> None:
 
 
 def _on_a_line() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (4,), mesh_dim_names=("tp",))
     target = target_of(4, 6, 12, 1).flatten()
     for options in ({}, {"reduction": "sum"}, {"ignore_index": 1}, {"weight": class_weights(12)}):
         graded = []

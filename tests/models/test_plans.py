@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module as stock_parall
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.fake import fake_grid
 from support.hf import (
     TOLERANCE,
@@ -236,7 +237,7 @@ def _stock_1d(build: Any) -> Any:
     }
     model = build()
     plan = {name: styles[style] for name, style in model.tp_plan.items()}
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     return stock_parallelize_module(model, mesh, plan)
 
 
@@ -269,7 +270,7 @@ def test_transformers_own_plan_agrees() -> None:
 
 
 def _under_fsdp(build: Any, layers: str, shape: tuple[int, int, int]) -> Differences:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("dp", "tp_row", "tp_col"))
     reference = build()
     model = copy.deepcopy(reference)
     grid = mesh["tp_row", "tp_col"]

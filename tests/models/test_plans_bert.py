@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.hf import TOLERANCE, Batch, causal_lm_batch, in_fp64, on_grid, train_beside
 from support.marks import deep
 from support.models import grid_mesh, relative
@@ -172,7 +173,7 @@ def test_names_and_ties_are_hugging_faces() -> None:
 
 
 def _under_fsdp() -> float:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (2, 2, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
     grid, data = mesh["tp_row", "tp_col"], mesh["dp"]
     reference = masked_lm()
     model = copy.deepcopy(reference)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.hf import Batch, on_grid, train_beside
 from support.marks import deep
 from support.models import grid_mesh, relative
@@ -292,7 +293,7 @@ def _offloaded() -> float:
 
     reference = unet()
     model = copy.deepcopy(reference)
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (1, 2, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
     torch_tp2d.parallelize_module(model, mesh["tp_row", "tp_col"], plan_2d())
     policy = CPUOffloadPolicy(pin_memory=False)
     for part in (*model.encoder, *model.bottom, *model.decoder, model):

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParall
 from torch.utils.checkpoint import checkpoint
 
 import torch_tp2d
+from support.device import DEVICE
 from support.marks import deep
 from support.models import DOUBLE, grid_mesh, loss_of, relative
 from support.world import run
@@ -225,7 +226,7 @@ def test_an_encoder_computed_again_for_backward() -> None:
 def _handed_on(replicas: int, rows: int, columns: int) -> dict[str, float]:
     """Local streams into blocks of which each is a unit of FSDP2's, or has backward hooks."""
     names = "dp", "tp_row", "tp_col"
-    mesh = init_device_mesh("cpu", (replicas, rows, columns), mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE, (replicas, rows, columns), mesh_dim_names=names)
     seen = {}
     for units, hooks in product(("blocks", "nested", ""), (False, True)):
         reference, model = _pair(rows, columns, True, mesh["tp_row", "tp_col"])

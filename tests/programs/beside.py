@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torch_tp2d
+from support.device import DEVICE
 from support.models import noise
 
 from .data import Attention, Model, Op, Program
@@ -35,9 +36,9 @@ def mesh_of(grid: tuple[int, int], dp: int, embeds: bool) -> DeviceMesh:
     if key not in _meshes:
         names = ("dp", "tp_row", "tp_col")
         if dp:
-            _meshes[key] = init_device_mesh("cpu", (dp, *grid), mesh_dim_names=names)
+            _meshes[key] = init_device_mesh(DEVICE, (dp, *grid), mesh_dim_names=names)
         else:
-            _meshes[key] = init_device_mesh("cpu", grid, mesh_dim_names=names[1:])
+            _meshes[key] = init_device_mesh(DEVICE, grid, mesh_dim_names=names[1:])
     return _meshes[key]
 
 

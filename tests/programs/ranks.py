@@ -27,7 +27,7 @@ __all__ = ["Outcome", "Worlds"]
 HANGS = 45.0
 """Seconds after which a program is taken to hang; on a crowded machine one may take 20."""
 
-_server = mp.get_context("forkserver")
+_server = mp.get_context(world.START)
 world.preload("programs.use")
 
 REFUSED: tuple[str, ...] = (
@@ -77,9 +77,8 @@ class Outcome(NamedTuple):
 
 def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> None:
     import torch
-    import torch.distributed as dist
 
-    from torch_tp2d.comm.groups import BACKEND
+    from support import device
 
     from .use import play
 
@@ -91,13 +90,7 @@ def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> No
     gc.disable()
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
-        dist.init_process_group(
-            BACKEND,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=4 * HANGS),
-        )
+        device.join(rank, size, store, timedelta(seconds=4 * HANGS))
         pipe.send("ready")
         while True:
             program = pipe.recv()

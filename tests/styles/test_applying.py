@@ -19,6 +19,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import RMSNormPy
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
     Mlp,
@@ -446,7 +447,7 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 def _split_sequence() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     q, k, v = (distribute_tensor(noise(1, 2, 4, 8, seed=n), mesh, [Shard(2)]) for n in range(3))
     with pytest.raises(NotImplementedError, match="only batch and heads"):
         F.scaled_dot_product_attention(q, k, v)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 
 import torch_tp2d
 from support import models, world
+from support.device import DEVICE
 from support.dropout import Feeds, Layer, differences, feeds_plan, on_one_device
 from support.models import batch, grid_mesh, loss_of, parallelize, relative, transformer
 from torch_tp2d import Colwise2D, Rowwise2D
@@ -208,7 +209,7 @@ def test_generators_that_differ_are_refused() -> None:
 def _replicas(seeds: tuple[int, int]) -> float:
     """Two replicas, each with its share of the batch and a seed, under FSDP2."""
     vocab = 33
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
     model = Feeds(vocab)
     reference = on_one_device(model)
     torch_tp2d.parallelize_module(model, mesh["tp_row", "tp_col"], feeds_plan(0, tokens=True))

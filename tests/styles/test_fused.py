@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.dropout import on_one_device
 from support.fake import fake_grid
 from support.marks import deep
@@ -178,7 +179,7 @@ def test_dropout_of_what_is_made_of_the_parts(rows: int, columns: int) -> None:
 
 
 def _under_fsdp() -> float:
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (2, 1, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
     reference = model()
     ours = copy.deepcopy(reference)
     _parallelize(ours, mesh["tp_row", "tp_col"])

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.fake import fake_grid
 from support.marks import deep
 from support.models import differences_of_row, grid_mesh, noise, relative
@@ -507,7 +508,7 @@ def test_transforms_of_functions_are_refused_and_functional_calls_right() -> Non
 
 
 def _full_state_rank() -> float:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
     torch.manual_seed(0)
     wanted = {name: torch.randn_like(x) for name, x in Uneven().state_dict().items()}
     model = Uneven()

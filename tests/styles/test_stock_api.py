@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from support import world
+from support.device import DEVICE
 from support.fake import mesh_of, pretend
 from support.marks import deep
 from support.mistakes import refused
@@ -238,7 +239,7 @@ def test_a_source_that_is_not_there(
 
 
 def _slices() -> tuple[DeviceMesh, DeviceMesh]:
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (2, 1, 2), mesh_dim_names=("dp", "tp_row", "tp_col"))
     return mesh["dp"], mesh["tp_row", "tp_col"]
 
 

@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from support import models
 from support.models import batch, loss_of, parallelize, relative, transformer
 
+from .device import DEVICE
+
 TOLERANCE = 1e-10
 VOCAB, SEQUENCE, BATCH = 33, 7, 4
 NAMES = {3: ("dp", "tp_row", "tp_col"), 4: ("replicate", "shard", "tp_row", "tp_col")}
@@ -55,7 +57,7 @@ class Pair:
         frozen: Iterable[int] = (),
         **fsdp: Any,
     ) -> None:
-        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
+        self.mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=NAMES[len(shape)])
         self.data: DeviceMesh = self.mesh[NAMES[len(shape)][:-2]]
         self.replicas = self.data.size()
         self.replica = int((self.data.mesh.flatten() == dist.get_rank()).nonzero())

@@ -22,6 +22,8 @@ from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs
 import torch_tp2d
 from torch_tp2d import Colwise2D, Lifted, Rowwise2D
 
+from .device import DEVICE
+
 # torch's Transformer ends in `.float()`, which would round the fp64 logits to fp32.
 DOUBLE = torch.float64
 
@@ -69,7 +71,7 @@ class Mlp(nn.Module):
 
 
 def grid_mesh(rows: int, columns: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (rows, columns), mesh_dim_names=("tp_row", "tp_col"))
+    return init_device_mesh(DEVICE, (rows, columns), mesh_dim_names=("tp_row", "tp_col"))
 
 
 def transformer(vocab: int = 8, seed: int = 0, **args: Any) -> DoubleTransformer:

@@ -28,7 +28,11 @@ TIMEOUT = 240.0
 GROUPS = 60
 """Process groups that ranks may have gathered; each has threads and sockets."""
 
-_server = mp.get_context("forkserver")
+DEVICE_OF_RANKS = os.environ.get("TP2D_TEST_DEVICE", "cpu")
+START = "forkserver" if DEVICE_OF_RANKS == "cpu" else "spawn"
+"""How ranks are made: what a process does on a GPU does not survive a fork."""
+
+_server = mp.get_context(START)
 _preloaded = ["support.preload"]
 _server.set_forkserver_preload(_preloaded)
 
@@ -74,19 +78,12 @@ def _rank(rank: int, world_size: int, store: str, pipe: Connection, patience: fl
     import torch
     import torch.distributed as dist
 
-    from torch_tp2d.comm.groups import BACKEND
+    from . import device
 
     torch.set_num_threads(1)
     # Of what the server has imported nothing is garbage: looking took a tenth of all time.
     gc.freeze()
-    # Stock collectives on plain gloo lose a process now and then; see that module.
-    dist.init_process_group(
-        BACKEND,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=patience / 2),
-    )
+    device.join(rank, world_size, store, timedelta(seconds=patience / 2))
     while True:
         try:
             body, args = pipe.recv()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.marks import deep
 from support.models import (
     batch,
@@ -190,7 +191,7 @@ def test_under_activation_checkpointing() -> None:
 
 
 def _under_fsdp() -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (2, 2, 1), mesh_dim_names=("dp", "tp_row", "tp_col"))
     reference = transformer(VOCAB)
     model = copy.deepcopy(reference)
     parallelize(model, mesh["tp_row", "tp_col"], plan_2d())
@@ -371,7 +372,7 @@ def _interrupted() -> None:
         raise RuntimeError("mine")
     assert not accumulation.holds
     with pytest.raises(ValueError, match="tp_row"):
-        torch_tp2d.no_sync(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+        torch_tp2d.no_sync(init_device_mesh(DEVICE, (4,), mesh_dim_names=("tp",)))
 
 
 def test_leaves_as_it_came() -> None:

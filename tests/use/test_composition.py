@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import parallelize_module as stock_parall
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.dropout import on_one_device
 from support.marks import deep
 from support.models import (
@@ -69,7 +70,7 @@ class Stage(nn.Module):
 
 def _pipeline(shape: tuple[int, int, int], schedule: str) -> float:
     """One device's loss and gradients against those of two stages, each on a grid."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("pp", "tp_row", "tp_col"))
     stages, rows, columns = shape
     vocab, microbatches, size, sequence = 33, 4, 8, 12
     reference = transformer(vocab, weight_tying=False)
@@ -352,7 +353,7 @@ def test_experts_of_torch_beside_a_grid(rows: int, columns: int) -> None:
 
 
 def _context_parallel() -> None:
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("cp", "tp_row", "tp_col"))
+    mesh = init_device_mesh(DEVICE, (2, 1, 2), mesh_dim_names=("cp", "tp_row", "tp_col"))
     model = transformer(8)
     parallelize(model, mesh["tp_row", "tp_col"], plan_2d())
     ids, _ = batch(2, 8, 8)

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.marks import deep
 from support.models import grid_mesh
 from torch_tp2d import (
@@ -216,7 +217,7 @@ def _other_ways() -> None:
     assert all(param.is_meta for param in model.parameters())
 
     # Two stages of a pipeline: only the ranks of a stage have to have the same.
-    stages = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "tp_row", "tp_col"))
+    stages = init_device_mesh(DEVICE, (2, 1, 2), mesh_dim_names=("pp", "tp_row", "tp_col"))
     first = rank < 2
     plan = _plan() if first else _plan(up=Rowwise2D(), last=None)
     parallelize_module(_model(8 if first else 16), stages["tp_row", "tp_col"], plan)

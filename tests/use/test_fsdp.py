@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import torch_tp2d
 from support import models, world
+from support.device import DEVICE
 from support.marks import deep
 from support.models import (
     batch,
@@ -41,7 +42,7 @@ def _sharded(
     plan: dict[str, Any], shape: tuple[int, ...], names: tuple[str, ...], **fsdp: Any
 ) -> tuple[nn.Module, nn.Module, DeviceMesh, DeviceMesh]:
     """One device's model, ours under FSDP2, the whole mesh and its data-parallel part."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     reference = transformer(VOCAB)
     model = copy.deepcopy(reference)
     parallelize(model, mesh["tp_row", "tp_col"], plan)
@@ -160,7 +161,7 @@ def test_adamw(kind: dict[str, bool]) -> None:
 
 
 def _activation_checkpointing(whole_fsdp: bool) -> float:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=DP)
+    mesh = init_device_mesh(DEVICE, (1, 2, 2), mesh_dim_names=DP)
     reference = transformer(VOCAB)
     model = copy.deepcopy(reference)
     parallelize(model, mesh["tp_row", "tp_col"], plan_2d())
@@ -250,7 +251,7 @@ def test_fsdp_leaves_one_mesh_and_an_eighth_of_the_weights() -> None:
 
 
 def _empty_shards() -> None:
-    mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=DP)
+    mesh = init_device_mesh(DEVICE, (1, 4, 1), mesh_dim_names=DP)
     x = torch.randn(2, 3, 5, dtype=torch.float64) + mesh.get_rank()
     for apply in (torch_tp2d.parallelize_module, parallelize_module):
         net = nn.Sequential(nn.Linear(5, 8, bias=False)).double()

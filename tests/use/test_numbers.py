@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module as stock_parall
 
 import torch_tp2d
 from support import world
+from support.device import DEVICE
 from support.marks import deep
 from support.models import (
     DOUBLE,
@@ -75,7 +76,7 @@ def _grads(model: nn.Module) -> list[Tensor]:
 def _precision(dtype: torch.dtype, autocast: bool) -> dict[str, list[float]]:
     """Root mean squares over seeds, for the stock plan and for ours on each grid of four."""
     held, lower = (torch.float32, dtype) if autocast else (dtype, None)
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    line = init_device_mesh(DEVICE, (4,), mesh_dim_names=("tp",))
     found: dict[str, list[tuple[float, ...]]] = {}
     for seed in range(SEEDS):
         # What is exact has the rounded parameters: the error is of the arithmetic alone.

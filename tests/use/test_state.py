@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_map_only
 import torch_tp2d
 from support import world
 from support.decoder import Block, plan_of, rope_tables
+from support.device import DEVICE
 from support.marks import deep
 from support.models import DOUBLE, batch, grid_mesh, loss_of, relative
 from torch_tp2d import Colwise2D, Lifted, Rowwise2D
@@ -166,7 +167,7 @@ class Training:
 
 def mesh_of(replicas: int, rows: int, columns: int) -> DeviceMesh:
     return init_device_mesh(
-        "cpu", (replicas, rows, columns), mesh_dim_names=("dp", "tp_row", "tp_col")
+        DEVICE, (replicas, rows, columns), mesh_dim_names=("dp", "tp_row", "tp_col")
     )
 
 
@@ -244,7 +245,7 @@ def _whole_onto_replicas(kind: str, from_rank_0: bool) -> tuple[float, str]:
     torch.manual_seed(0)
     wanted, model = (nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)) for _ in range(2))
     if kind == "stock":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     else:
         mesh = mesh_of(2, 2, 1)

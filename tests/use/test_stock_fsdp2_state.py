@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from support import world
+from support.device import DEVICE
 from support.fsdp import NAMES, PLANS, SHAPES, TOLERANCE, VOCAB, Differences, Pair, Shape, shard
 from support.marks import deep
 from support.models import parallelize, relative, transformer
@@ -29,7 +30,7 @@ from support.one_module import no_difference
 
 def _from_meta(shape: Shape, tied: bool) -> Differences:
     """Made on no device, then put on one, initialised there, and given rank 0's weights."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[3])
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=NAMES[3])
     with torch.device("meta"):
         model = transformer(VOCAB, weight_tying=tied)
     parallelize(model, mesh["tp_row", "tp_col"], PLANS["2d"]())

@@ -31,7 +31,7 @@ def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
         return asked
     asked.wait()
     with disable_current_modes():
-        return Pending(torch.full((axis.size,), size))
+        return Pending(torch.full((axis.size,), size, device="cpu"))
 
 
 def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:

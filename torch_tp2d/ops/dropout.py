@@ -39,7 +39,7 @@ def draw_key() -> Tensor:
     That generator, because ``torch.manual_seed`` seeds it whatever the device, and because
     ``torch.utils.checkpoint`` restores its state before it recomputes a layer.
     """
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
 def _mix(h: Tensor) -> Tensor:
@@ -161,8 +161,8 @@ def fused(x: Tensor, key: Tensor, p: float, index: Sequence[Tensor]) -> Tensor:
     """
     if p >= 1:
         return _mask_and_drop(x, key, p, index)
-    threshold = torch.tensor(_threshold(p), dtype=torch.int32)
-    scale = torch.tensor(1.0 / (1.0 - p), dtype=torch.float64)
+    threshold = torch.tensor(_threshold(p), dtype=torch.int32, device="cpu")
+    scale = torch.tensor(1.0 / (1.0 - p), dtype=torch.float64, device="cpu")
     return _compiled()(x, key, threshold, scale, index)
 
 

@@ -103,7 +103,7 @@ class SplitDims(TorchFunctionMode):
         self.refused = self.refused or said
         if len(self._found) < _SLOTS:
             key = zlib.crc32(said.encode())
-            self._found.append(torch.tensor([key, _WRONG, 0, 0, 0, 0]))
+            self._found.append(torch.tensor([key, _WRONG, 0, 0, 0, 0], device="cpu"))
             self._where[key] = said
 
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:

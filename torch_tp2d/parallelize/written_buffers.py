@@ -70,7 +70,8 @@ class WrittenBuffers:
         found = self._buffers(module)
         grid = Grid(self.mesh)
         with torch.no_grad(), disable_current_modes():
-            facts = torch.stack([_facts(found.get(name), *before[name]) for name in before])
+            said = [_facts(found.get(name), *before[name]) for name in before]
+            facts = torch.stack([one.to(self.mesh.device_type) for one in said])
             for axis in (grid.col, grid.row):
                 if axis.size > 1:
                     facts = gather_facts(facts.flatten(), axis.process_group)

@@ -199,7 +199,8 @@ def _on_mesh(
             ) from error
     gradients = _gradients(reference, tried)
     names = [*outputs, *gradients]
-    worst = torch.tensor([*outputs.values(), *gradients.values()], dtype=torch.float64)
+    both = [*outputs.values(), *gradients.values()]
+    worst = torch.tensor(both, dtype=torch.float64, device="cpu")
     _over_mesh(worst, mesh, dist.ReduceOp.MAX)
     seen = dict(zip(names, worst.tolist(), strict=True))
     return PlanCheck(
@@ -298,7 +299,7 @@ def _whole(
                 y = to_dtensor(y.detach(), said.layout, grid, like.shape)
         elif y.shape == like.shape:
             fits = True
-    agreed = torch.tensor([float(fits)])
+    agreed = torch.tensor([float(fits)], device="cpu")
     _over_mesh(agreed, mesh, dist.ReduceOp.MIN)
     if not agreed.item():
         return None

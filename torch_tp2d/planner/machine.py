@@ -340,7 +340,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> _Taken:
 
 def _beside_work(axis: Axis, link: float, matrix: Tensor) -> float:
     """The fraction of a link's rate that gathers reach while this rank computes."""
-    mine = torch.zeros(GATHERED_BYTES, dtype=torch.uint8)
+    mine = torch.zeros(GATHERED_BYTES, dtype=torch.uint8, device="cpu")
     alone = (axis.size - 1) * GATHERED_BYTES / link
     count = min(MOST_GATHERS, math.ceil(PROBE_SECONDS / alone))
     began = time.perf_counter()

@@ -91,11 +91,11 @@ def known(mesh: DeviceMesh) -> Rates | None:
 
 def _measure(row: Axis, col: Axis) -> Rates:
     axes = [axis for axis in (row, col) if axis.size > 1]
-    matrix = torch.rand(PROBE_SIDE, PROBE_SIDE, dtype=torch.float32)
+    matrix = torch.rand(PROBE_SIDE, PROBE_SIDE, dtype=torch.float32, device="cpu")
     slowest = [_seconds(lambda: matrix @ matrix), 0.0, 0.0]
     for axis in axes:
         slowest[1 + (axis is col)] = _seconds(partial(_gather, axis))
-    agreed = torch.tensor(slowest, dtype=torch.float64)
+    agreed = torch.tensor(slowest, dtype=torch.float64, device="cpu")
     for axis in axes:
         agreed = all_reduce(agreed, axis, "max").wait()
     compute, *transfers = agreed.tolist()
@@ -108,8 +108,9 @@ def _measure(row: Axis, col: Axis) -> Rates:
 
 def link_rate(axis: Axis, device: torch.device) -> float:
     """Bytes per second that the slowest rank of an axis receives; all its ranks call it."""
-    slowest = torch.tensor([_seconds(partial(_gather, axis, device))], dtype=torch.float64)
-    seconds = all_reduce(slowest.to(device), axis, "max").wait().item()
+    mine = _seconds(partial(_gather, axis, device))
+    slowest = torch.tensor([mine], dtype=torch.float64, device=device)
+    seconds = all_reduce(slowest, axis, "max").wait().item()
     return PROBE_BYTES * (axis.size - 1) / seconds
 
 
@@ -128,7 +129,7 @@ def host_rate_of(axis: Axis) -> float:
     start = time.process_time()
     for _ in range(3):
         _gather(axis)
-    taken = torch.tensor([time.process_time() - start], dtype=torch.float64)
+    taken = torch.tensor([time.process_time() - start], dtype=torch.float64, device="cpu")
     seconds = all_reduce(taken, axis, "max").wait().item()
     return 3 * PROBE_BYTES * (axis.size - 1) / seconds
 

@@ -164,15 +164,17 @@ def norm_of(module: nn.Module) -> NormKind:
     names = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps")
     eps = next((getattr(module, name) for name in names if hasattr(module, name)), 0.0)
 
-    generator = torch.Generator().manual_seed(0)
+    # Whatever torch.set_default_device says.
+    generator = torch.Generator("cpu").manual_seed(0)
+    on_cpu: Any = {"dtype": torch.float64, "device": "cpu"}
     probe = copy.deepcopy(module).to_empty(device="cpu").double()
     values = {}
     for name, param in probe.named_parameters():
-        values[name] = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        values[name] = torch.randn(param.shape, generator=generator, **on_cpu)
         param.data.copy_(values[name])
     # Inputs so small that a wrong epsilon would change the result.
     scale = 1.0 if not eps else 3 * eps**0.5
-    x = torch.randn(3, *shape, generator=generator, dtype=torch.float64) * scale + scale
+    x = torch.randn(3, *shape, generator=generator, **on_cpu) * scale + scale
     try:
         with torch.no_grad():
             seen = probe(x)

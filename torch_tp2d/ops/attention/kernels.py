@@ -135,14 +135,13 @@ class _Efficient:
     def backward(
         self, block: Block, grad: Tensor, out: Tensor, log: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad, query, key, value, out = map(
-            _aligned, (grad, block.query, block.key, block.value, out)
-        )
+        grad, query, key, value = map(_aligned, (grad, block.query, block.key, block.value))
+        out = _heads_side_by_side(out)
         # Padding beyond the last query must contribute nothing: exp(score - inf) is 0.
         log = F.pad(log, (0, -log.shape[-1] % _LOG_ROWS), value=torch.inf).contiguous()
         # The random state of dropout, which is not used. It is on the CPU, as the forward kernel
         # returns it unless a graph is captured.
-        seed = offset = torch.zeros((), dtype=torch.int64)
+        seed = offset = torch.zeros((), dtype=torch.int64, device="cpu")
         query_grad, key_grad, value_grad, _ = efficient_attention_backward(
             *(grad, query, key, value, _whole_bias(block), out, log, seed, offset),
             *(0.0, [True, True, True, False], block.causal),
@@ -158,6 +157,17 @@ def _aligned(x: Tensor) -> Tensor:
     at = x.storage_offset() * size
     fits = x.stride(-1) == 1 and not any(step % _ALIGNED_BYTES for step in (at, *steps))
     return x if fits else x.contiguous()
+
+
+def _heads_side_by_side(x: Tensor) -> Tensor:
+    """``x`` in memory as the efficient kernel returns it, position after position.
+
+    In half precision its backward reads the output so, whatever the strides.
+    """
+    by_position = x.transpose(1, 2)
+    if by_position.is_contiguous():
+        return x
+    return by_position.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _nothing_seen(bias: Tensor) -> Tensor:
