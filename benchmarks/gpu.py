@@ -210,9 +210,8 @@ def common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -
 
 def predicted_peak(variant: Variant, sizes: Sizes, grid: tuple[int, int]) -> int:
     """What the planner says that a step of this plan takes, in bytes."""
-    with torch.device("meta"):
-        model = fresh_model(replace(sizes, device="meta"))
-        tokens = torch.empty_like(variant.local_input, device="meta")
+    model = fresh_model(replace(sizes, device="meta"))
+    tokens = torch.empty_like(variant.local_input, device="meta")
     told = torch_tp2d.describe(
         *(model, grid, sequence_plan(torch_tp2d.Colwise2D, torch_tp2d.Rowwise2D)),
         batch=sizes.batch,

@@ -292,15 +292,16 @@ def build_grid(name: str, model: Model, x: Tensor, grid: Grid) -> Variant:
 def fresh_model(sizes: Sizes, parts: int = 1) -> Model:
     """The same weights each time, on every rank."""
     torch.manual_seed(SEED)
-    model = Model(sizes.layers, sizes.hidden, sizes.heads, parts)
-    return model.to(sizes.device, sizes.dtype)
+    with torch.device(sizes.device):
+        model = Model(sizes.layers, sizes.hidden, sizes.heads, parts)
+    return model.to(sizes.dtype)
 
 
 def global_input(sizes: Sizes) -> Tensor:
     """The same on every rank, ``[batch, seq, hidden]``."""
-    generator = torch.Generator().manual_seed(SEED + 1)
-    x = torch.randn(sizes.batch, sizes.seq, sizes.hidden, generator=generator)
-    return x.to(sizes.device, sizes.dtype)
+    generator = torch.Generator(sizes.device).manual_seed(SEED + 1)
+    shape = sizes.batch, sizes.seq, sizes.hidden
+    return torch.randn(shape, generator=generator, device=sizes.device).to(sizes.dtype)
 
 
 def stock_meshes(name: str, grids: Sequence[Grid], world: int) -> list[Grid]:
