@@ -267,6 +267,15 @@ class _Around(nn.Module):
         return self.inner(x * self.scale)[0]
 
 
+class _Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.polygamma(2, x * self.scale).renorm(2, 0, 1.0)
+
+
 def _refused(rows: int, columns: int) -> list[str]:
     mesh = grid_mesh(rows, columns)
     layout = {"input_layouts": (Shard(0), dt.Replicate())}
@@ -276,6 +285,7 @@ def _refused(rows: int, columns: int) -> list[str]:
     said = []
     for module, args in (
         (_Around(), (x,)),
+        (_Odd(), (x,)),
         (attention, (x, x, x, None, True, mask)),
         (copy.deepcopy(attention), (x, x[:, :2], x[:, :2])),
         (nn.GRU(WIDTH, WIDTH, batch_first=True), (x, torch.ones(1, 1, WIDTH))),
@@ -289,8 +299,12 @@ def _refused(rows: int, columns: int) -> list[str]:
 
 def test_what_cannot_be_split_is_refused_by_name() -> None:
     for said in world.run(4, _refused, 2, 2):
-        around, mask, memory, states = said
-        assert "_Around" in around and "gru" in around and "Replicate() of its own" in around
+        around, odd, mask, memory, states = said
+        assert "_Around" in around and "Replicate() of its own" in around
+        # A GPU's weights are laid side by side first.
+        assert "gru" in around or "_cudnn_rnn_flatten_weight" in around
+        # What it raised was torch's, of an operator's internal name.
+        assert "_Odd" in odd and "renorm" in odd and "Replicate() of its own" in odd
         assert "MultiheadAttention" in mask and "(8, 4, 4)" in mask
         assert "MultiheadAttention" in memory and "use_local_output=False" in memory
         assert "(1, 1, 16)" in states and "all 2 samples" in states

@@ -55,6 +55,8 @@ def join(rank: int, size: int, store: str, timeout: timedelta) -> None:
         torch.cuda.set_device(0)
         torch.set_default_device(f"{DEVICE}:0")
         torch.Generator = _OnDevice  # type: ignore[misc]
+        # A GPU's generator has another seed in each process.
+        torch.manual_seed(0)
         backend = "cpu:gloo,cuda:nccl"
     # Stock collectives on plain gloo lose a process now and then; see torch_tp2d.comm.groups.
     dist.init_process_group(

@@ -134,6 +134,8 @@ def run_step(model: nn.Module, case: Case) -> Step:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # The caller may be within no_grad(). Warnings are left to the real step.
         stack.enter_context(torch.enable_grad())
+        # Where the copy is, whatever torch.set_default_device says.
+        stack.enter_context(torch.device("cpu"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         mode = fake_mode()

@@ -130,7 +130,8 @@ def _traced(model: nn.Module, inputs: Any, *, labels: bool) -> Structure:
     if callable(loss):
         copied.loss_function = partial(tracer.loses, loss)  # type: ignore[assignment]
     tracer.knows_own_parameters(copied)
-    with mode, torch.no_grad():
+    # What the model makes without saying where is where the copy is.
+    with torch.device("cpu"), mode, torch.no_grad():
         sample = sample_inputs(copied, inputs, BATCH, SEQ)
         if sample is None:
             raise ValueError(

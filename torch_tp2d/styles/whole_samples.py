@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import forward_pre_hooks, tree_leaves, tree_map_only
+from .._tracing import in_graph
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout
 from .boundary import to_dtensor
@@ -326,19 +327,19 @@ class _OnDTensors(TorchFunctionMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(isinstance(x, DTensor) for x in given):
             if name in _NOT_OF_DTENSORS:
-                raise ValueError(
-                    f"{describe_module(self._module)} on mesh {describe_mesh(self._grid.mesh)}: it "
-                    f"calls {name}, which torch does not have for tensors that are split over a "
-                    f"mesh. Name the module inside that calls it in the plan, with a Replicate() "
-                    f"of its own"
-                )
+                raise self._refusal(name)
             if any(map(self._is_whole, given)):
                 args, kwargs = tree_map_only(Tensor, self._on_mesh, (args, kwargs))
             if func in _CONVOLUTIONS:
                 args, kwargs = _split_by(args, kwargs, 1)
             elif func is F.scaled_dot_product_attention:
                 args, kwargs = _split_by(args, kwargs, 2)
-            return self._dropping.replaced(func)(*args, **kwargs)
+            if in_graph():
+                return self._dropping.replaced(func)(*args, **kwargs)
+            try:
+                return self._dropping.replaced(func)(*args, **kwargs)
+            except NotImplementedError as error:
+                raise self._refusal(name) from error
         out = self._dropping.replaced(func)(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if name in _DRAWN:
@@ -346,6 +347,13 @@ class _OnDTensors(TorchFunctionMode):
         elif name in _OF_SIZES or (given and all(map(self._is_whole, given))):
             self._whole += made
         return out
+
+    def _refusal(self, name: str) -> ValueError:
+        return ValueError(
+            f"{describe_module(self._module)} on mesh {describe_mesh(self._grid.mesh)}: it calls "
+            f"{name}, which torch does not have for tensors that are split over a mesh. Name the "
+            f"module inside that calls it in the plan, with a Replicate() of its own"
+        )
 
     def _is_whole(self, x: Tensor) -> bool:
         return any(x is one for one in self._whole)
