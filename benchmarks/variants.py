@@ -211,7 +211,10 @@ def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     what = ("a batch", "a sequence")[dim]
     if x.shape[dim] % mesh.size():
         raise NotRunnable(f"{what} of {x.shape[dim]} does not split over {mesh.size()} ranks")
-    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+    # A copy: a part that lies within the whole would keep all of it in memory.
+    return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def build_line(name: str, model: Model, x: Tensor, grid: Grid, efficient: bool) -> Variant:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.record import Recorder
 from torch_tp2d.ops.attention import block, kernels
 from torch_tp2d.ops.attention.block import attend, attend_backward
+from torch_tp2d.ops.dropout import draw_key
 
 
 class _Operators(TorchDispatchMode):
@@ -62,6 +63,13 @@ def test_the_kernel_of_a_gpu(
             for like, made in zip((query, query, key, value), (out, *grads[:3]), strict=True):
                 assert made.shape == like.shape and made.is_cuda and made.dtype == like.dtype
             assert not recorder.record.faults
+
+
+def test_a_captured_graph_would_drop_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a captured CUDA graph would drop the same"):
+        draw_key()
 
 
 def test_what_the_efficient_kernel_is_given_and_gives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,15 @@ def draw_key() -> Tensor:
 
     That generator, because ``torch.manual_seed`` seeds it whatever the device, and because
     ``torch.utils.checkpoint`` restores its state before it recomputes a layer.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured, which would replay this one key.
     """
+    if not in_graph() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "dropout on a grid draws its key on the CPU: a captured CUDA graph would drop the same "
+            "elements each time it is replayed. Capture the model without dropout (p=0, or .eval())"
+        )
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 

@@ -4,7 +4,7 @@ A block's output ``o`` and its lse ``l``, the logarithm of its sum of exponentia
 with another block's: ``exp(l1 - l) o1 + exp(l2 - l) o2`` with ``l = log(exp(l1) + exp(l2))``. Given
 the output and ``l`` over all blocks, backward computes the gradients that come from each block. The
 fused kernels have just this interface and are used where possible
-(:mod:`torch_tp2d.ops.attention.kernels`; those of CUDA were not tried for lack of a GPU).
+(:mod:`torch_tp2d.ops.attention.kernels`).
 Elsewhere, and where a mask needs a gradient, the scores of a block are materialised.
 
 torch's own ring (``torch.distributed.tensor.experimental.context_parallel``) uses the same kernels,

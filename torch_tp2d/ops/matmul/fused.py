@@ -5,7 +5,7 @@ torch has two such operators, which alternate between sending and multiplying in
 others are transferred as by ``pipelined``. So are weights and their gradients, which these
 operators do not handle.
 
-Not run on a GPU and not timed: tested against torch's reference implementations on CPUs.
+Tested against torch's reference implementations on CPUs, and on four ranks of one GPU; not timed.
 """
 
 from __future__ import annotations
