@@ -98,5 +98,7 @@ def test_tokens_mixed_between_modules(rows: int, columns: int, length: int) -> N
             assert message.startswith("Model: "), (name, message)
             there = "each was made of others of the same part" in message
             # A rank with a single token, or none, only knows it from the others.
-            assert there or "tokens of which each rank has a part are mixed" in message
+            there = there or "tokens of which each rank has a part are mixed" in message
+            # At once, with file and line.
+            assert there or f"in {__file__}:" in message, (name, message)
         assert set(said.values()) == {"differs by False"}, said

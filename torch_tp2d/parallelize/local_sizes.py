@@ -5,7 +5,8 @@
 a rank sees: the sizes fit, and each rank takes what belongs to the first one's part.
 
 The user's code is watched for it in a model's first forward (:mod:`.split_dims`), for heads made of
-some of their features (:mod:`.cut_heads`) and for norms of a part (:mod:`.mixed_features`). Styles
+some of their features (:mod:`.cut_heads`), and for norms and means of a part
+(:mod:`.mixed_features`). Styles
 tell the watch of tokens that were mixed within a rank's part, too
 (:mod:`torch_tp2d.styles.mixed_tokens`). What is found the ranks tell each other when the forward is
 over: what one of them sees, with a single token or none, must not decide about a transfer.
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import is_compiled
+from .._torch_compat import is_compiled, tree_leaves
 from .._tracing import eager_only
 from ..comm.groups import sends
 from ..mesh.grid import Grid
@@ -75,6 +76,7 @@ class LocalSizes:
             self._ran = True
             if torch.is_grad_enabled():
                 self._remove(module)
+            watch.goes_on_with(tree_leaves(output))
             watch.compare(module)
 
     @eager_only

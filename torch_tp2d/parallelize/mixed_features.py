@@ -1,7 +1,7 @@
-"""Which of torch's functions make each feature of all of a dim, as a norm and a softmax do.
+"""Which of torch's functions take all of a dim together, as a norm, a softmax and a mean do.
 
-Of a dim that ``tp_col`` splits, features or heads, they would see a rank's part. Sums and maxima
-are left to the user's code, which may go on with them over the ranks.
+Of a dim that is split, features, heads, tokens or samples, they would see a rank's part. Sums are
+left to the user's code: those of the ranks add up to the sum of all.
 """
 
 from __future__ import annotations
@@ -9,11 +9,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["dims_mixed"]
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-_DIM_SECOND = ("softmax", "log_softmax", "softmin", "mean", "var", "std", "cumsum")
-_DIM_THIRD = ("normalize", "norm", "vector_norm")
+__all__ = ["dims_mixed", "dims_reduced", "is_wrong_on_dtensors"]
+
+_DIM_SECOND = ("softmax", "log_softmax", "softmin", "mean", "var", "std", "cumsum", "flip")
+_DIM_THIRD = ("normalize", "norm", "vector_norm", "roll")
 """Functions by which of their arguments is the dim."""
+
+_REDUCE_SECOND = (
+    *("mean", "nanmean", "var", "std", "logsumexp", "amax", "amin", "max", "min", "prod"),
+    *("median", "nanmedian"),
+)
+_REDUCE_THIRD = ("norm", "vector_norm")
+_MEAN_LOSSES = (
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "gaussian_nll"),
+    *("huber_loss", "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss"),
+)
+
+_TOO_LARGE = (
+    "binary_cross_entropy",
+    "huber_loss",
+    "mse_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+)
+"""Those whose gradients of sharded DTensors torch divides by a shard's number of elements."""
+
+
+def is_wrong_on_dtensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether torch's DTensor has wrong gradients for this call (seen in torch 2.12 and 2.13)."""
+    if name not in _TOO_LARGE or kwargs.get("reduction", "mean") != "mean":
+        return False
+    return any(
+        isinstance(x, DTensor) and x.requires_grad and any(p.is_shard() for p in x.placements)
+        for x in (*args, *kwargs.values())
+    )
 
 
 def dims_mixed(
@@ -33,8 +65,32 @@ def dims_mixed(
         return ()
     at = 1 if name in _DIM_SECOND else 2
     left_out = 1 if name == "normalize" else None
-    dims = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else left_out))
+    named = next((kwargs[key] for key in ("dim", "axis", "dims") if key in kwargs), left_out)
+    dims = args[at] if len(args) > at else named
+    if name == "flip":
+        dims = args[1:] if type(dims) is int else dims
     dims = dims if isinstance(dims, tuple | list) else (dims,)
     # x.std(False) is over all dims.
     dims = tuple(dim % ndim for dim in dims if type(dim) is int)
     return dims if len(dims) < ndim else ()
+
+
+def dims_reduced(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int
+) -> tuple[int, ...] | None:
+    """The dims over which a function of this name makes one number, which is not a sum, of many.
+
+    None for another function.
+    """
+    name = name.removeprefix("linalg_")
+    if name in _MEAN_LOSSES:
+        return tuple(range(ndim)) if kwargs.get("reduction", "mean") == "mean" else None
+    if name not in (*_REDUCE_SECOND, *_REDUCE_THIRD):
+        return None
+    at = 1 if name in _REDUCE_SECOND else 2
+    given = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
+    if isinstance(given, Tensor):
+        return None  # The larger of two tensors.
+    dims = given if isinstance(given, tuple | list) else (given,)
+    dims = tuple(dim % ndim for dim in dims if type(dim) is int)
+    return dims or tuple(range(ndim))

@@ -6,8 +6,9 @@ import inspect
 import os
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import said_of
 from ..mesh.layouts import normalize
 from .cut_heads import cut_heads
-from .mixed_features import dims_mixed
+from .mixed_features import dims_mixed, dims_reduced, is_wrong_on_dtensors
 
 __all__ = ["SplitDims"]
 
@@ -43,7 +44,7 @@ _RESHAPES = ("view", "reshape", "flatten", "unflatten")
 _VIEWS = (
     *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze"),
     *("squeeze", "expand", "chunk", "split", "tensor_split", "unbind", "narrow", "select"),
-    *("__getitem__", "view_as_complex", "view_as_real"),
+    *("__getitem__", "__get__", "t", "adjoint", "view_as_complex", "view_as_real"),
 )
 
 
@@ -52,8 +53,8 @@ class _Part(NamedTuple):
 
     axis: int
     """The index of the mesh axis."""
-    of_features: bool
-    """Features or heads, and not tokens."""
+    of: Literal["features", "tokens", "samples"]
+    """Features or heads; tokens of each sample; samples, or several dims in one."""
 
 
 class SplitDims(TorchFunctionMode):
@@ -71,6 +72,8 @@ class SplitDims(TorchFunctionMode):
         self._met: Counter[str] = Counter()
         self._found: list[Tensor] = []
         self._where: dict[int, str] = {}
+        self._of_a_part = WeakIdKeyDictionary()
+        """By what was made of all that a rank has of a dim, where that was."""
         self.refused = ""
         """What was first found wrong, whatever its values."""
 
@@ -79,20 +82,36 @@ class SplitDims(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        # Reading an attribute is what most calls do.
-        if name == "__get__" or in_graph():
+        # Reading an attribute is what most calls do, and x.T and x.mT are views.
+        if (name == "__get__" and not isinstance(out, Tensor)) or in_graph():
             return out
+        if is_wrong_on_dtensors(name, args, kwargs or {}) and (place := _place(False)) is not None:
+            self.refuses(
+                f"in {place} {name} takes a DTensor that is split over the mesh, whose gradient "
+                f"torch divides by the number of elements of a shard, not of all: write the mean "
+                f"out, as in (x - y).square().mean(), or give it x.full_tensor()"
+            )
         given = _local_tensors(args, kwargs)
+        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if _is_local(x)]
+        if self._of_a_part and any(x.requires_grad for x in made):
+            self.goes_on_with(given)
         if not any(self._split_dims(x) for x in given):
             return out
-        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if _is_local(x)]
+        if made and (reduced := dims_reduced(name, args, kwargs or {}, given[0].ndim)) is not None:
+            self._reduces(name, given[0], reduced, made[0])
         if name in _RESHAPES or name in _VIEWS:
             if len(given) == 1 and made:
                 self._follow_view(func, name, given[0], args, kwargs or {}, made)
         elif len(made) == 1:
-            self._mixes_features(name, given[0], args, kwargs or {})
+            self._mixes(name, given[0], args, kwargs or {})
             self._follow(name, given, made[0])
         return out
+
+    def goes_on_with(self, given: Sequence[Any]) -> None:
+        """Note what learns from a mean or the like of a rank's own part."""
+        for x in given:
+            if isinstance(x, Tensor) and x in self._of_a_part:
+                self.refuses(self._of_a_part[x])
 
     def attends(self, query: Tensor, mask: Tensor) -> None:
         """Note a mask that a style is given for this rank's heads and queries."""
@@ -111,9 +130,16 @@ class SplitDims(TorchFunctionMode):
         if not (_is_local(x) and _is_local(other)) or len(self._found) == _SLOTS:
             return
         whole = self._split_dims(other)
-        for dim, (axis, _) in self._split_dims(x).items():
+        for dim, (axis, of) in self._split_dims(x).items():
             at = dim - x.ndim + other.ndim
-            if at < 0 or other.shape[at] != x.shape[dim] or not x.shape[dim] or at in whole:
+            # Samples are taken one by one by what makes anything for all of them.
+            if (
+                of == "samples"
+                or at < 0
+                or other.shape[at] != x.shape[dim]
+                or not x.shape[dim]
+                or at in whole
+            ):
                 continue
             if (place := _place(by_style)) is None:
                 return
@@ -149,7 +175,8 @@ class SplitDims(TorchFunctionMode):
             of_all = facts.view(grid.row.size, grid.col.size, _SLOTS, _FACTS).tolist()
         said = [one for line in of_all for rank in line for one in rank]
         if wrong := [key for key, number, *_ in said if key and number == _WRONG]:
-            told = self._where.get(wrong[0], "its code is refused on another rank, which says why")
+            elsewhere = "its code is refused on another rank, which says why"
+            told = next((self._where[key] for key in wrong if key in self._where), elsewhere)
             raise ValueError(f"{type(module).__name__}: {told}")
         for number, (axis, lines) in enumerate(
             ((grid.row, list(zip(*of_all, strict=True))), (grid.col, of_all))
@@ -178,9 +205,11 @@ class SplitDims(TorchFunctionMode):
             for number, (axis, p) in enumerate(
                 zip((self.grid.row, self.grid.col), layout, strict=True)
             ):
-                # Samples are taken one by one by what makes anything for all of them.
-                if axis.size > 1 and type(p) is Shard and p.dim:
-                    found[p.dim] = _Part(number, 1 < note.ndim == p.dim + 1)
+                if axis.size > 1 and type(p) is Shard:
+                    last = 1 < note.ndim == p.dim + 1
+                    found[p.dim] = _Part(
+                        number, "samples" if not p.dim else "features" if last else "tokens"
+                    )
             return found
         known: dict[int, _Part] = self._split.get(x, found)
         return known
@@ -208,22 +237,49 @@ class SplitDims(TorchFunctionMode):
             elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
                 ahead = made.ndim - x.ndim
                 found |= {dim + ahead: part for dim, part in split.items() if dim < last}
+        if product and (of_columns := self._split_dims(given[-1]).get(given[-1].ndim - 1)):
+            found[made.ndim - 1] = of_columns
         if found:
             self._split[made] = found
 
-    def _mixes_features(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any]) -> None:
+    def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any]) -> None:
         split = self._split_dims(x)
+        alone = dims_reduced(name, args, kwargs, x.ndim) is None
+        kinds = ("features", "samples") if alone else ("features",)
         for dim in dims_mixed(name, args, kwargs, x.ndim):
-            if dim in split and split[dim].of_features and (place := _place(False)) is not None:
+            if dim in split and split[dim].of in kinds and (place := _place(False)) is not None:
                 axis = (self.grid.row, self.grid.col)[split[dim].axis]
+                of = "features or heads" if split[dim].of == "features" else "samples"
                 self.refuses(
                     f"in {place} {name} takes dim {dim} of a tensor of shape {tuple(x.shape)} for "
-                    f"all features or heads, but each rank has a part of them along {axis.name}. "
-                    f"Write it as a module under torch_tp2d.Replicate() with input_layouts="
+                    f"all {of}, but each rank has a part of them along {axis.name}. Write it as a "
+                    f"module under torch_tp2d.Replicate() with input_layouts="
                     f"(Shard(0), Shard(-1)), which sees all of them, let the module before it hand "
                     f"on DTensors (use_local_output=False), or go on from a sum over the ranks"
                 )
                 return
+
+    def _reduces(self, name: str, x: Tensor, reduced: Sequence[int], y: Tensor) -> None:
+        """Functions that make one number of many."""
+        split = self._split_dims(x)
+        parts = [dim for dim in reduced if dim in split]
+        if parts and y.requires_grad and (place := _place(False)) is not None:
+            axis = (self.grid.row, self.grid.col)[split[parts[0]].axis]
+            self._of_a_part[y] = (
+                f"in {place} {name} takes all of dim {parts[0]} of a tensor of shape "
+                f"{tuple(x.shape)}, but each rank has a part of it along {axis.name}, and goes on "
+                f"with what it has made of that. Let the module before it hand on a DTensor "
+                f"(use_local_output=False), of which it is that of all, and go on with its "
+                f"full_tensor(); or write this as a module under torch_tp2d.Replicate(), which "
+                f"computes on DTensors. What is only looked at is to be made in torch.no_grad()"
+            )
+        kept = [dim for dim in range(x.ndim) if y.ndim == x.ndim or dim not in reduced]
+        if len(kept) == y.ndim:
+            left = {
+                at: split[dim] for at, dim in enumerate(kept) if dim in split and dim not in reduced
+            }
+            if left:
+                self._split[y] = left
 
     def _follow_view(
         self, func: Any, name: str, x: Tensor, args: Any, kwargs: Any, made: list[Tensor]
@@ -244,14 +300,14 @@ class SplitDims(TorchFunctionMode):
                     return
                 moved = moved if isinstance(moved, tuple | list) else [moved]
         for y, like in zip(made, moved, strict=False):
-            if y.ndim != like.ndim:
+            if not isinstance(like, Tensor) or y.ndim != like.ndim:
                 continue
             found: dict[int, _Part] = {}
             for dim, part in split.items():
                 if name in _RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
                     found[dim] = part
                     continue
-                if name in _RESHAPES and dim == x.ndim - 1 and y.ndim > x.ndim:
+                if name in _RESHAPES and 0 < dim == x.ndim - 1 and y.ndim > x.ndim:
                     ranks = (self.grid.row, self.grid.col)[part.axis].size
                     wrong = cut_heads(inspect.currentframe(), y.shape[dim:], ranks)
                     if wrong and _place(False) is not None:
@@ -270,6 +326,10 @@ class SplitDims(TorchFunctionMode):
                 ]
                 if there:
                     found[max(there)[1]] = part
+                    continue
+                for at in range(like.ndim):
+                    if like.stride(at) <= least and end <= like.stride(at) * like.shape[at]:
+                        found[at] = _Part(part.axis, "samples")
             if found:
                 self._split[y] = found
 
@@ -313,7 +373,9 @@ def _facts(x: Tensor, dim: int) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    x = torch.nan_to_num(x.flatten().double()).clamp(-1e30, 1e30)
+    x = torch.nan_to_num(x.flatten().double())
+    # What a mask hides would round away what it leaves.
+    x = torch.where(x.abs() > 1e10, 3 * x.sign(), x)
     # Weights of different sizes: a permutation changes the sum.
     weights = torch.arange(len(x), device=x.device, dtype=x.dtype)
     return x @ (0.5 + (weights * 0.6180339887498949).frac_())
