@@ -39,7 +39,7 @@ _TOO_LARGE = (
 
 
 def is_wrong_on_dtensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch's DTensor has wrong gradients for this call (seen in torch 2.12 and 2.13)."""
+    """Whether torch's DTensor has wrong gradients for this call, seen in torch 2.13."""
     if name not in _TOO_LARGE or kwargs.get("reduction", "mean") != "mean":
         return False
     return any(
