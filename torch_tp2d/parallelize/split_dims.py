@@ -22,7 +22,7 @@ from ..comm.groups import gather_facts
 from ..mesh.axes import on_mesh
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import said_of
-from ..mesh.layouts import normalize
+from ..mesh.layouts import Layout, normalize
 from .cut_heads import cut_heads
 from .mixed_features import dims_mixed, dims_reduced, is_wrong_on_dtensors
 
@@ -117,6 +117,10 @@ class SplitDims(TorchFunctionMode):
         """Note a mask that a style is given for this rank's heads and queries."""
         self._meets(query, mask, by_style=True)
 
+    def declared(self, x: Tensor, layout: Layout) -> None:
+        """Take the user's word for what the user's code has made."""
+        self._split[x] = self._parts_of(layout, x.ndim)
+
     def refuses(self, said: str) -> None:
         """Note what is wrong by itself, whatever its values."""
         self.refused = self.refused or said
@@ -199,20 +203,23 @@ class SplitDims(TorchFunctionMode):
                         )
 
     def _split_dims(self, x: Tensor) -> dict[int, _Part]:
-        note, found = said_of(x), dict[int, _Part]()
+        note = said_of(x)
         if note.layout is not None and note.axes is not None and note.ndim == x.ndim:
-            layout = on_mesh(normalize(note.layout, note.ndim), note.axes)
-            for number, (axis, p) in enumerate(
-                zip((self.grid.row, self.grid.col), layout, strict=True)
-            ):
-                if axis.size > 1 and type(p) is Shard:
-                    last = 1 < note.ndim == p.dim + 1
-                    found[p.dim] = _Part(
-                        number, "samples" if not p.dim else "features" if last else "tokens"
-                    )
-            return found
-        known: dict[int, _Part] = self._split.get(x, found)
+            return self._parts_of(on_mesh(normalize(note.layout, note.ndim), note.axes), note.ndim)
+        known: dict[int, _Part] = self._split.get(x, {})
         return known
+
+    def _parts_of(self, layout: Layout, ndim: int) -> dict[int, _Part]:
+        found: dict[int, _Part] = {}
+        for number, (axis, p) in enumerate(
+            zip((self.grid.row, self.grid.col), layout, strict=True)
+        ):
+            if axis.size > 1 and type(p) is Shard:
+                last = 1 < ndim == p.dim + 1
+                found[p.dim] = _Part(
+                    number, "samples" if not p.dim else "features" if last else "tokens"
+                )
+        return found
 
     def _follow(self, name: str, given: list[Tensor], made: Tensor) -> None:
         """Functions that do not move dims: of single elements, and products."""

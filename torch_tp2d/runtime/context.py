@@ -65,6 +65,9 @@ class Watch(Protocol):
     def attends(self, query: Tensor, mask: Tensor) -> None:
         """Attention was called with a mask that is given for this rank's heads and queries."""
 
+    def declared(self, x: Tensor, layout: Layout) -> None:
+        """The user's code has made a tensor, and the user says its layout by a pair."""
+
     def refuses(self, said: str) -> None:
         """The user's code is wrong where a rank has a part, as tokens made of others of it are.
 

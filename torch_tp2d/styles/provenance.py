@@ -69,6 +69,8 @@ def check_made_of(
             continue
         if grid.context.watch is not None:
             tell_mixed(x, layout, module, grid, grid.context.watch)
+            if certain:
+                grid.context.watch.declared(x, layout)
         for note in notes_of(x, beyond_functions=False)[0]:
             if along := _whole(note) & split:
                 raise ValueError(
