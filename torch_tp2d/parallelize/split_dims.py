@@ -53,8 +53,8 @@ class _Part(NamedTuple):
 
     axis: int
     """The index of the mesh axis."""
-    of: Literal["features", "tokens", "samples"]
-    """Features or heads; tokens of each sample; samples, or several dims in one."""
+    of: Literal["features", "tokens", "samples", "several"]
+    """Features or heads; tokens of each sample; samples; several dims in one."""
 
 
 class SplitDims(TorchFunctionMode):
@@ -138,7 +138,7 @@ class SplitDims(TorchFunctionMode):
             at = dim - x.ndim + other.ndim
             # Samples are taken one by one by what makes anything for all of them.
             if (
-                of == "samples"
+                of in ("samples", "several")
                 or at < 0
                 or other.shape[at] != x.shape[dim]
                 or not x.shape[dim]
@@ -314,6 +314,11 @@ class SplitDims(TorchFunctionMode):
                 if name in _RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
                     found[dim] = part
                     continue
+                if name in _RESHAPES and part.of in ("samples", "several"):
+                    # Taken apart again, a dim of one among them would be lost.
+                    if dim == 0 and y.shape[0] > x.shape[0]:
+                        found[0] = _Part(part.axis, "several")
+                    continue
                 if name in _RESHAPES and 0 < dim == x.ndim - 1 and y.ndim > x.ndim:
                     ranks = (self.grid.row, self.grid.col)[part.axis].size
                     wrong = cut_heads(inspect.currentframe(), y.shape[dim:], ranks)
@@ -336,7 +341,7 @@ class SplitDims(TorchFunctionMode):
                     continue
                 for at in range(like.ndim):
                     if like.stride(at) <= least and end <= like.stride(at) * like.shape[at]:
-                        found[at] = _Part(part.axis, "samples")
+                        found[at] = _Part(part.axis, "several")
             if found:
                 self._split[y] = found
 
