@@ -282,10 +282,8 @@ class SplitDims(TorchFunctionMode):
             )
         kept = [dim for dim in range(x.ndim) if y.ndim == x.ndim or dim not in reduced]
         if len(kept) == y.ndim:
-            left = {
-                at: split[dim] for at, dim in enumerate(kept) if dim in split and dim not in reduced
-            }
-            if left:
+            there = split.keys() - {*reduced}
+            if left := {at: split[dim] for at, dim in enumerate(kept) if dim in there}:
                 self._split[y] = left
 
     def _follow_view(
