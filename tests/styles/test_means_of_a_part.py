@@ -31,6 +31,7 @@ AUXILIARY: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp, then a mean": lambda p: p.logsumexp(-1).square().mean(),
     "mean of samples": lambda p: p.mean(0).square().mean(1).sum(),
     "mse_loss": lambda p: F.mse_loss(p, torch.zeros_like(p)),
+    "gaussian_nll_loss": lambda p: F.gaussian_nll_loss(p, torch.zeros_like(p), torch.ones_like(p)),
     "mean of squares": lambda p: (p - 1).square().mean(),
     "maximum": lambda p: p.amax(1).sum(),
     "max": lambda p: p.max(1).values.sum(),
@@ -40,7 +41,7 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: x + torch.roll(x, 1, dims=0),
     "softmax": lambda x: x * x.softmax(0),
     "pairs": lambda x: x + (x[:, 0] @ x[:, 0].T).log_softmax(1).sum(),
-    "pairs by einsum's like": lambda x: x + F.cross_entropy(x[:, 0] @ x[:, 0].t(), _own(x)),
+    "pairs with their own": lambda x: x + F.cross_entropy(x[:, 0] @ x[:, 0].t(), _own(x)),
 }
 RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "logged": lambda p: p.sum() * (0.0 if p.norm().item() >= 0 else p.detach().mean()),

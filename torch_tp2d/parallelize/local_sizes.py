@@ -6,8 +6,7 @@ a rank sees: the sizes fit, and each rank takes what belongs to the first one's 
 
 The user's code is watched for it in a model's first forward (:mod:`.split_dims`), for heads made of
 some of their features (:mod:`.cut_heads`), and for norms and means of a part
-(:mod:`.mixed_features`). Styles
-tell the watch of tokens that were mixed within a rank's part, too
+(:mod:`.mixed_features`). Styles tell the watch of tokens that were mixed within a rank's part, too
 (:mod:`torch_tp2d.styles.mixed_tokens`). What is found the ranks tell each other when the forward is
 over: what one of them sees, with a single token or none, must not decide about a transfer.
 """

@@ -24,8 +24,9 @@ _REDUCE_SECOND = (
 )
 _REDUCE_THIRD = ("norm", "vector_norm")
 _MEAN_LOSSES = (
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "gaussian_nll"),
-    *("huber_loss", "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss"),
+    *("gaussian_nll_loss", "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss"),
+    *("poisson_nll_loss", "soft_margin_loss"),
 )
 
 _TOO_LARGE = (

@@ -338,7 +338,7 @@ class _OnDTensors(TorchFunctionMode):
                 return self._dropping.replaced(func)(*args, **kwargs)
             try:
                 return self._dropping.replaced(func)(*args, **kwargs)
-            except NotImplementedError as error:
+            except NotImplementedError as error:  # What DTensor raises of operators that it lacks.
                 raise self._refusal(name) from error
         out = self._dropping.replaced(func)(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
