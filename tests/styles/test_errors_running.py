@@ -111,6 +111,30 @@ def test_a_shard_that_does_not_fit_the_tokens(style: Any) -> None:
     refused((2, 2), ValueError, words, make)
 
 
+@pytest.mark.parametrize(
+    ("style", "layouts", "features", "has"),
+    [
+        (Rowwise2D, None, 6, 3),
+        (Colwise2D, None, 3, 6),
+        (Colwise2D, (Shard(0), Shard(-1)), 6, 3),
+        (Norm2D, None, 6, 3),
+    ],
+)
+def test_other_features_than_a_rank_has(
+    style: Any, layouts: Any, features: int, has: int
+) -> None:
+    """A product of torch raised, without the module, its layout or the mend."""
+
+    def make() -> Callable[[], Any]:
+        mesh = mesh_of(2, 2)
+        module = nn.LayerNorm(6) if style is Norm2D else nn.Linear(6, 8)
+        parallelize_module(module, mesh, style(input_layouts=layouts) if layouts else style())
+        return lambda: module(torch.ones(2, 5, features))
+
+    words = (f"(2, 5, {features})", f"{has} of 6 features", "tp_row=2, tp_col=2", "input_layouts")
+    refused((2, 2), ValueError, words, make)
+
+
 def test_a_model_without_ids_after_one_with_ids_on_the_same_mesh() -> None:
     """Token sizes are known per mesh: another model's local shards are refused, not mistaken."""
 

@@ -112,3 +112,61 @@ def test_functions_of_all_features(rows: int, columns: int) -> None:
         if rows > 1:
             del said["features of whole tokens"]
         assert set(said.values()) == {"differs by False"}, said
+
+
+class OverTokens(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+        self.over = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.over(self.up(x).mT)).mT)
+        return y
+
+
+def _transposed(rows: int, columns: int) -> dict[str, str]:
+    mesh, said = grid_mesh(rows, columns), {}
+    local = Colwise2D()
+    for wide in (9, 10, 11, 16):
+        for name, up, over in (
+            ("rowwise", local, Rowwise2D()),
+            ("split by declaration", local, Colwise2D(input_layouts=Shard(-1))),
+            ("whole by default", local, Colwise2D()),
+            ("on DTensors", Colwise2D(use_local_output=False), torch_tp2d.Replicate()),
+        ):
+            model = Between(VOCAB, WIDTH, lambda wide=wide: OverTokens(wide)).double()
+            reference = copy.deepcopy(model)
+            ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
+            plan = {
+                "embed": Rowwise2D(output_layouts=Replicate()),
+                "middle.up": up,
+                "middle.over": over,
+                "middle.down": Rowwise2D(output_layouts=Replicate()),
+                "head": Colwise2D(use_local_output=False),
+            }
+            parallelize_module(model, mesh, plan)
+            try:
+                for y in (model(ids).full_tensor(), reference(ids)):
+                    F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+                worst = max(gradients(reference, model).values())
+                said[f"{wide} {name}"] = f"differs by {worst > 1e-10}"
+            except ValueError as error:
+                said[f"{wide} {name}"] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
+def test_features_where_tokens_should_be(rows: int, columns: int) -> None:
+    """Local features, transposed: where those of one rank were as many as its tokens, it went on.
+
+    The others raised (of 9 features on two columns one has 5, as there are tokens), and it waited
+    for them until the timeout.
+    """
+    for said in world.run(rows * columns, _transposed, rows, columns):
+        for key, message in said.items():
+            if key.endswith("on DTensors"):
+                assert message == "differs by False", (key, message)
+            else:
+                assert "each rank has a part along tp_col" in message, (key, message)
+                assert "use_local_output=False" in message, (key, message)

@@ -23,6 +23,7 @@ from ..mesh.axes import on_mesh
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import said_of
 from ..mesh.layouts import Layout, normalize
+from .alike import FACTS, are_alike, facts_of
 from .cut_heads import cut_heads
 from .mixed_features import dims_mixed, dims_reduced, is_wrong_on_dtensors
 
@@ -30,8 +31,8 @@ __all__ = ["SplitDims"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_SLOTS, _FACTS = 64, 6
-"""How many meetings are told the other ranks of, and what is told of each."""
+_SLOTS = 64
+"""How many meetings are told the other ranks of."""
 _WRONG = 2
 """In the place of an axis' number, for what is wrong whatever its values."""
 
@@ -121,6 +122,15 @@ class SplitDims(TorchFunctionMode):
         """Take the user's word for what the user's code has made."""
         self._split[x] = self._parts_of(layout, x.ndim)
 
+    def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
+        """Say which dim ``tp_col`` splits, if that is not the one of ``layout``."""
+        wanted = normalize(layout, x.ndim)[1]
+        for dim, (axis, of) in self._split.get(x, {}).items():
+            elsewhere = isinstance(wanted, Shard) and dim != wanted.dim
+            if axis and of != "several" and elsewhere:
+                return f"of whose dim {dim} each rank has a part along {self.grid.col.name}"
+        return ""
+
     def refuses(self, said: str) -> None:
         """Note what is wrong by itself, whatever its values."""
         self.refused = self.refused or said
@@ -153,7 +163,7 @@ class SplitDims(TorchFunctionMode):
             key = zlib.crc32(f"{place} {self._met[place]}".encode())
             with torch.no_grad(), disable_current_modes():
                 said = other.new_tensor([key, axis, other.shape[at]], dtype=torch.int64)
-                self._found.append(torch.cat([said, _facts(other.detach(), at)]))
+                self._found.append(torch.cat([said, facts_of(other.detach(), at)]))
             self._where[key] = (
                 f"in {place} a tensor of shape {tuple(other.shape)} meets one of shape "
                 f"{tuple(x.shape)} of whose dim {dim} each rank has a part"
@@ -169,14 +179,14 @@ class SplitDims(TorchFunctionMode):
         grid = self.grid
         with torch.no_grad(), disable_current_modes():
             facts = torch.zeros(
-                _SLOTS, _FACTS, dtype=torch.int64, device=self.grid.mesh.device_type
+                _SLOTS, 3 + FACTS, dtype=torch.int64, device=self.grid.mesh.device_type
             )
             for slot, found in enumerate(self._found[:_SLOTS]):
                 facts[slot] = found
             for axis in (grid.col, grid.row):
                 if axis.size > 1:
                     facts = gather_facts(facts.flatten(), axis.process_group)
-            of_all = facts.view(grid.row.size, grid.col.size, _SLOTS, _FACTS).tolist()
+            of_all = facts.view(grid.row.size, grid.col.size, _SLOTS, 3 + FACTS).tolist()
         said = [one for line in of_all for rank in line for one in rank]
         if wrong := [key for key, number, *_ in said if key and number == _WRONG]:
             elsewhere = "its code is refused on another rank, which says why"
@@ -188,7 +198,7 @@ class SplitDims(TorchFunctionMode):
             for line in lines:
                 for key in {one[0] for rank in line for one in rank if one[0]}:
                     met = [one for rank in line for one in rank if one[:2] == [key, number]]
-                    if _are_alike(met):
+                    if are_alike(met):
                         where = self._where.get(key, "what is made by the sizes of a rank's part")
                         raise ValueError(
                             f"{type(module).__name__} on mesh {describe_mesh(grid.mesh)}: {where} "
@@ -292,8 +302,8 @@ class SplitDims(TorchFunctionMode):
         """Functions that move dims: strides tell where those of a contiguous twin have gone."""
         split = self._split_dims(x)
         with torch.no_grad(), disable_current_modes():
-            # A dim of one has no stride of its own.
-            shape = [2 if at in split and size == 1 else size for at, size in enumerate(x.shape)]
+            # A dim of one, or of none, has no stride of its own.
+            shape = [2 if at in split and size < 2 else size for at, size in enumerate(x.shape)]
             if name in _RESHAPES:
                 twin = torch.empty(x.shape, dtype=x.dtype, device="meta")
                 moved: Any = [twin.view(made[0].shape)]
@@ -372,28 +382,3 @@ def _place(by_style: bool) -> str | None:
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return None
-
-
-def _facts(x: Tensor, dim: int) -> Tensor:
-    """Whether a tensor varies along a dim, and what tells its first and second slice there."""
-    x = torch.view_as_real(x) if x.is_complex() else x
-    first, second = (x.narrow(dim, min(at, x.shape[dim] - 1), 1) for at in (0, 1))
-    varies = (x != first).any().long()
-    return torch.stack([varies, *(_sum(one).view(torch.int64) for one in (first, second))])
-
-
-def _sum(x: Tensor) -> Tensor:
-    x = torch.nan_to_num(x.flatten().double())
-    # What a mask hides would round away what it leaves.
-    x = torch.where(x.abs() > 1e10, 3 * x.sign(), x)
-    # Weights of different sizes: a permutation changes the sum.
-    weights = torch.arange(len(x), device=x.device, dtype=x.dtype)
-    return x @ (0.5 + (weights * 0.6180339887498949).frac_())
-
-
-def _are_alike(met: list[list[int]]) -> bool:
-    """Whether ranks with other parts have the same values, which vary within a part."""
-    if len(met) < 2 or not any(varies for _, _, _, varies, _, _ in met):
-        return False
-    seconds = {second for _, _, size, _, _, second in met if size > 1}
-    return len({first for *_, first, _ in met}) == 1 and len(seconds) <= 1

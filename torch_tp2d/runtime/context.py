@@ -68,6 +68,9 @@ class Watch(Protocol):
     def declared(self, x: Tensor, layout: Layout) -> None:
         """The user's code has made a tensor, and the user says its layout by a pair."""
 
+    def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
+        """Which dim ``tp_col`` splits of a tensor, if ``layout`` has it split another."""
+
     def refuses(self, said: str) -> None:
         """The user's code is wrong where a rank has a part, as tokens made of others of it are.
 

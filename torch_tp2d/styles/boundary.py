@@ -85,9 +85,32 @@ class Entry:
         if isinstance(x, DTensor):
             grid.layout(x, self.row_dim)
             return
-        check_handed(x, self.declared, module, grid, certain=self.certain)
+        self.check_local(x, module)
         if self.declared != self.wanted:
             grid.check_part(grid.without_stand_in(x, self.declared), self.declared, self.wanted)
+
+    def check_local(self, x: Tensor, module: nn.Module) -> None:
+        """Refuse a local tensor that lies otherwise, or has other features than this rank's.
+
+        Raises:
+            ValueError: if it does, before anything is sent.
+        """
+        grid = self.grid
+        check_handed(x, self.declared, module, grid, certain=self.certain)
+        if self.features is None or in_graph():
+            return
+        layout, size = normalize(self.declared, x.ndim), self.features
+        for axis, placement in zip((grid.row, grid.col), layout, strict=True):
+            if placement == Shard(x.ndim - 1):
+                size = axis.split(size)[axis.index]
+        if x.shape[-1] != size:
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is given a local "
+                f"tensor of shape {tuple(x.shape)}, but in layout {layout} this rank has {size} of "
+                f"{self.features} features. Say by input_layouts how it lies, (Shard(0), "
+                f"Replicate()) where features are whole and (Shard(0), Shard(-1)) where tp_col "
+                f"splits them, or give it a DTensor, which knows (use_local_output=False)"
+            )
 
     def arriving(self, x: Tensor, module: nn.Module, *, pipelined: bool) -> Any:
         """:meth:`shard`, or a stand-in that delivers it piece by piece to an op in rounds.
@@ -137,7 +160,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
             x = x.to_local()
     else:
         if not pipelined or in_graph():
-            check_handed(x, declared, module, grid, certain=entry.certain)
+            entry.check_local(x, module)
         own_account = parts_asked(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
         if any(own_account):
@@ -255,6 +278,15 @@ def check_handed(
             f"layout {handed}: give one of them the other's input_layouts or output_layouts "
             f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
             f"use_local_output=False"
+        )
+    watch = grid.context.watch
+    if watch is not None and not certain and (elsewhere := watch.lies_elsewhere(x, declared)):
+        raise ValueError(
+            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
+            f"layout {normalize(declared, x.ndim)}, but is given one of shape {tuple(x.shape)} "
+            f"{elsewhere}: write what moves the dims as a module under torch_tp2d.Replicate(), "
+            f"have the module before it hand on a DTensor, which knows its dims "
+            f"(use_local_output=False), or say by input_layouts how it lies"
         )
     check_made_of([x], declared, module, grid, certain=certain)
 
