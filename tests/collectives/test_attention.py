@@ -183,7 +183,7 @@ def _drops(rows: int, columns: int) -> list[float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [deep(1, 1), (2, 2), deep(4, 1)])
+@pytest.mark.parametrize("rows,columns", [deep(1, 1), (2, 1), deep(2, 2), deep(4, 1)])
 def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
     """The mask is that of one device, whoever computes which heads of which tokens."""
     for worst in world.run(rows * columns, _drops, rows, columns):
@@ -193,7 +193,7 @@ def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
 Case = tuple[int, int, int, int, str]
 """Heads, key heads, queries, keys, mask."""
 
-GRIDS = [(1, 1), (1, 2), (2, 1), deep(2, 2), deep(1, 4), deep(4, 1), (2, 3), deep(2, 4)]
+GRIDS = [(1, 1), (1, 2), (2, 1), deep(2, 2), deep(1, 4), deep(4, 1), deep(2, 3), deep(2, 4)]
 ALGORITHMS = ["ring", "gather", "two_phase"]
 LAYOUTS = [
     (Shard(2), Shard(1)),

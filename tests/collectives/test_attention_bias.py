@@ -181,7 +181,7 @@ def _all(rows: int, columns: int, every: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "rows,columns,every", [(2, 2, False), deep(2, 2, True), deep(1, 4, True), deep(4, 1, True)]
+    "rows,columns,every", [(2, 1, False), deep(2, 2, True), deep(1, 4, True), deep(4, 1, True)]
 )
 def test_what_learns_beside_hidden_states(rows: int, columns: int, every: bool) -> None:
     """A table of biases by ``Replicate()`` or ``Local2D()`` got the gradient of one column's heads.

@@ -135,7 +135,7 @@ def _contexts(rows: int, columns: int) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "rows,columns",
-    [(1, 1), (1, 2), (2, 1), (2, 2), deep(1, 4), deep(4, 1), deep(2, 3), deep(3, 3)],
+    [(1, 1), deep(1, 2), deep(2, 1), (2, 2), deep(1, 4), deep(4, 1), deep(2, 3), deep(3, 3)],
 )
 def test_the_lines_of_a_stock_plan_stay(rows: int, columns: int) -> None:
     for found in world.run(rows * columns, _contexts, rows, columns):

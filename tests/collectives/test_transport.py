@@ -78,7 +78,7 @@ def test_every_algorithm(sizes: tuple[int, int, int]) -> None:
         assert max(worst.values()) < TOLERANCE, worst
 
 
-@pytest.mark.parametrize("rows,columns", GRIDS)
+@pytest.mark.parametrize("rows,columns", [deep(2, 2), (1, 2), deep(4, 1), deep(3, 2)])
 def test_a_plan_trains_as_on_one_device(rows: int, columns: int) -> None:
     for sizes in (EVEN, UNEVEN):
         answers = off_gloo(rows * columns, train_by, plan_2d, rows, columns, sizes)

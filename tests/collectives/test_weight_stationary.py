@@ -119,7 +119,7 @@ def _default_edges(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 3)])
 def test_edges_are_the_usual_ones_by_default(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _default_edges, rows, columns), TOLERANCE)
 

@@ -80,6 +80,7 @@ def _generated(rows: int, columns: int) -> None:
         assert torch.equal(_generate(model, ids, do_sample=True), sampled)
 
 
+@pytest.mark.deep
 def test_generates_with_a_cache() -> None:
     """By the default plan too, whose split logits transformers failed on, deep inside."""
     world.run(4, _generated, 2, 2)

@@ -98,7 +98,7 @@ def _train(
 BOTH = [{"row_dim": 0}, {"row_dim": 1}]
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 1), deep(2, 2), deep(1, 4), deep(4, 1)])
 def test_masked_lm(rows: int, columns: int) -> None:
     """A batch of 5, a sequence of 7 and a vocabulary of 37, none of which divides."""
     for worst in world.run(rows * columns, _train, rows, columns, 5, 7, BOTH, {}):

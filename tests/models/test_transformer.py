@@ -25,7 +25,7 @@ from torch_tp2d import GridStyle, Lifted
 TOLERANCE = 1e-11
 """Of everything, relative: fp64 rounding over three steps stays near 1e-14."""
 
-GRIDS = [(1, 1), (2, 2), deep(1, 4), (4, 1), deep(2, 4), deep(3, 2)]
+GRIDS = [(1, 1), (2, 2), deep(1, 4), deep(4, 1), deep(2, 4), deep(3, 2)]
 
 
 @pytest.mark.parametrize("sizes", [deep(EVEN), UNEVEN], ids=["even", "uneven"])

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import RMSNormPy
 import torch_tp2d
 from support import world
 from support.device import DEVICE
+from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
     Mlp,
@@ -241,7 +242,7 @@ def _tied(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(2, 3)])
 def test_tied_weights_stay_one_parameter(rows: int, columns: int) -> None:
     """Through one call or several, in any order; torch's own call unties them elsewhere."""
     no_difference(world.run(rows * columns, _tied, rows, columns))

@@ -18,10 +18,11 @@ from torch.distributed.tensor.placement_types import Placement
 import torch_tp2d
 from support import world
 from support.fake import fake_grid
+from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
-    DEEP,
     FEW,
+    LARGE,
     TOLERANCE,
     WHOLE,
     Layout,
@@ -143,7 +144,7 @@ def _embeddings(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [*FEW, *DEEP])
+@pytest.mark.parametrize("rows,columns", [*FEW, *LARGE])
 def test_embeddings_equal_one_device(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _embeddings, rows, columns))
 
@@ -350,7 +351,7 @@ def _oddly_embedded_rank(rows: int, columns: int) -> dict[str, float]:
     return seen
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(3, 1)])
 def test_embeddings_that_do_more_than_look_up(rows: int, columns: int) -> None:
     """They were refused, and Gemma's with them: what they do besides is done on the whole.
 

@@ -120,9 +120,7 @@ def test_a_shard_that_does_not_fit_the_tokens(style: Any) -> None:
         (Norm2D, None, 6, 3),
     ],
 )
-def test_other_features_than_a_rank_has(
-    style: Any, layouts: Any, features: int, has: int
-) -> None:
+def test_other_features_than_a_rank_has(style: Any, layouts: Any, features: int, has: int) -> None:
     """A product of torch raised, without the module, its layout or the mend."""
 
     def make() -> Callable[[], Any]:

@@ -24,8 +24,8 @@ from support import world
 from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
-    DEEP,
     FEW,
+    LARGE,
     SIZES,
     TOLERANCE,
     Layout,
@@ -106,7 +106,7 @@ def _lifted_styles(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [*FEW, *DEEP])
+@pytest.mark.parametrize("rows,columns", [*FEW, *LARGE])
 def test_lifted_linear_styles_equal_one_device(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _lifted_styles, rows, columns))
 

@@ -85,7 +85,7 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "rows,columns,length", [(2, 2, 8), deep(2, 2, 7), deep(1, 4, 8), deep(2, 3, 6)]
+    "rows,columns,length", [(1, 2, 8), deep(2, 2, 8), deep(2, 2, 7), deep(1, 4, 8), deep(2, 3, 6)]
 )
 def test_tokens_mixed_between_modules(rows: int, columns: int, length: int) -> None:
     """Each rank mixed the tokens of its own part, in silence, and handed them on as they are split.

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from support import world
+from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import collect, gradients, no_difference, randomized, spread, whole
 from support.stock import BOTH, FEATURES, GRIDS, ROW, TOLERANCE, run_beside
@@ -362,7 +363,7 @@ def _tables(rows: int, columns: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1), deep(1, 4)])
 def test_a_table_is_the_same_on_every_row(rows: int, columns: int) -> None:
     """A table declared ``Replicate()`` was taken for tokens of this row: R times its length."""
     no_difference(world.run(4, _tables, rows, columns), TOLERANCE)

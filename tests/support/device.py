@@ -59,8 +59,8 @@ def join(rank: int, size: int, store: str, timeout: timedelta) -> None:
         # A GPU's generator has another seed in each process.
         torch.manual_seed(0)
         backend = "cpu:gloo,cuda:nccl"
-    # A device of gloo's has a thread that looks for what to do a hundred times a second. With one for
-    # each group of each rank that took a third of the tests' time.
+    # A device of gloo's has a thread that looks for what to do a hundred times a second. With one
+    # device for each group of each rank that took a sixth of the tests' time, or more.
     groups._devices = functools.cache(groups._devices)
     # Stock collectives on plain gloo lose a process now and then; see torch_tp2d.comm.groups.
     dist.init_process_group(

@@ -29,8 +29,9 @@ TOLERANCE = 1e-12
 """Relative, in fp64, unless a test says otherwise."""
 
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 3)]
-DEEP = [deep(*grid) for grid in ((2, 2), (1, 4), (4, 1), (2, 4), (3, 3))]
-FEW = [(1, 2), (2, 1), (2, 3), deep(2, 2), deep(1, 4), deep(4, 1)]
+LARGE = [deep(2, 4), deep(3, 3)]
+DEEP = [deep(2, 2), deep(1, 4), deep(4, 1), *LARGE]
+FEW = [(1, 2), (2, 1), (2, 2), deep(2, 3), deep(1, 4), deep(4, 1)]
 
 SIZES = [(4, 6, 12, 24), (3, 5, 7, 11), (1, 2, 3, 2)]
 """Batch, sequence, features in and out: even, odd, and smaller than the grid."""

@@ -168,6 +168,7 @@ def _unknown_sizes() -> list[float]:
     return seen
 
 
+@pytest.mark.deep
 def test_sizes_that_a_graph_does_not_know() -> None:
     """A graph took the other ranks' parts of tokens of unknown sizes to be as long as its own: with
     a sequence that does not divide, ranks sent one another other sizes than they expected.

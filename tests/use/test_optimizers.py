@@ -100,7 +100,9 @@ def _steps(
 
 
 @pytest.mark.parametrize(
-    "grid", [(2, 2), deep((2, 3)), deep((1, 4)), deep((4, 1))], ids=lambda g: f"{g[0]}x{g[1]}"
+    "grid",
+    [(2, 1), deep((2, 2)), deep((2, 3)), deep((1, 4)), deep((4, 1))],
+    ids=lambda g: f"{g[0]}x{g[1]}",
 )
 def test_an_optimizer_steps_as_on_one_device(grid: tuple[int, int]) -> None:
     for name in OPTIMIZERS:
