@@ -171,7 +171,7 @@ STATE = {
     # Numbers of fake ranks; and torch's own, exchanged for a while and put back.
     "_torch_compat.py": {"_first_fake_rank", "_world", "excepthook"},
     "comm/axis.py": {"_links"},  # Rates of links, by process group.
-    "comm/groups.py": {"_groups"},  # Process groups of our own, by world.
+    "comm/groups.py": {"_devices", "_groups"},  # Our own process groups and theirs, by world.
     "comm/pending.py": {"watch"},  # Debug mode's hook on every transfer.
     "debug/collectives.py": {"_watches"},  # Debug mode, on or off.
     "debug/copies.py": {"_every", "_passes"},

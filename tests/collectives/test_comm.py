@@ -177,6 +177,6 @@ def test_the_interface_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     """On several hosts our groups listened on the loopback interface, and nobody could connect."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
-        groups._devices()
+        groups._devices_of(None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    assert len(groups._devices()) == 2
+    assert len(groups._devices_of(None)) == 2

@@ -11,7 +11,6 @@ too, which then are the GPU's. What a test does without ranks stays on the CPU.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 from datetime import timedelta
@@ -19,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torch_tp2d.comm import groups
+from torch_tp2d.comm.groups import BACKEND
 
 from .world import DEVICE_OF_RANKS
 
@@ -45,7 +44,7 @@ class _OnDevice(torch.Generator, metaclass=_KindOfGenerator):
 
 def join(rank: int, size: int, store: str, timeout: timedelta) -> None:
     """Make this process a rank of a process group."""
-    backend = groups.BACKEND
+    backend = BACKEND
     if DEVICE != "cpu":
         os.environ.update(
             NCCL_HOSTID=f"rank{rank}",
@@ -59,9 +58,6 @@ def join(rank: int, size: int, store: str, timeout: timedelta) -> None:
         # A GPU's generator has another seed in each process.
         torch.manual_seed(0)
         backend = "cpu:gloo,cuda:nccl"
-    # A device of gloo's has a thread that looks for what to do a hundred times a second. With one
-    # device for each group of each rank that took a sixth of the tests' time, or more.
-    groups._devices = functools.cache(groups._devices)
     # Stock collectives on plain gloo lose a process now and then; see torch_tp2d.comm.groups.
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
