@@ -101,7 +101,7 @@ class Entry:
             return
         layout, size = normalize(self.declared, x.ndim), self.features
         for axis, placement in zip((grid.row, grid.col), layout, strict=True):
-            if placement == Shard(x.ndim - 1):
+            if placement.is_shard(x.ndim - 1):
                 size = axis.split(size)[axis.index]
         if x.shape[-1] != size:
             raise ValueError(
