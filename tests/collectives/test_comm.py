@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -180,3 +182,22 @@ def test_the_interface_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
         groups._devices_of(None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     assert len(groups._devices_of(None)) == 2
+
+
+def _threads_that_poll() -> list[int]:
+    """How many before a grid is made, with one, and with three."""
+    counts = []
+    for more in (0, 1, 2):
+        for _ in range(more):
+            Grid(grid_mesh(2, 2))
+        names = [(thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()]
+        counts.append(sum("tcp_loop" in name for name in names))
+    return counts
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+def test_groups_share_the_thread_that_looks_for_what_to_send() -> None:
+    """Each group had one, which woke a hundred times a second, used or not."""
+    for before, one, three in world.run(4, _threads_that_poll, fresh=True):
+        assert one <= before + 1 and three == one
