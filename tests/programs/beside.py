@@ -91,11 +91,13 @@ class Pending:
     """A forward whose backward may still come."""
 
     def __init__(
-        self, sides: list[Side], alone: Tensor, ours: Tensor, inputs: Any, once: bool
+        self, sides: list[Side], alone: Tensor, ours: Tensor, inputs: Any, mode: str
     ) -> None:
         self.sides, self.alone, self.ours, self.inputs = sides, alone, ours, inputs
-        self.once = once
+        self.once = mode == "selective"
         """Whether its graph serves one backward only, as selective checkpointing says itself."""
+        self.runs_again = mode in ("full", "selective")
+        """Whether its backward runs blocks again, which then have to keep the same tensors."""
 
 
 class Beside:

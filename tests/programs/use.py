@@ -116,7 +116,7 @@ class _Player(Beside):
             if losses[0].requires_grad != losses[1].requires_grad:
                 self.wrong.append(f"{self.now}: requires_grad is {losses[1].requires_grad}")
             elif losses[0].requires_grad:
-                self.pending.append(Pending(sides, *losses, inputs, op.mode == "selective"))
+                self.pending.append(Pending(sides, *losses, inputs, op.mode))
                 if self.fsdp:
                     # It takes one forward to end with its backward before the next begins.
                     self.backward(Op("backward", last=True))
@@ -268,9 +268,12 @@ class _Player(Beside):
     def freeze(self, op: Op) -> None:
         if self.fsdp and op.index >= 0:
             return
-        for _, *params in self._side(op).chosen(op.index):
+        side = self._side(op)
+        for _, *params in side.chosen(op.index):
             for param in params:
                 param.requires_grad_(op.what == "thaw")
+        # On one device, too, a block that is run again then keeps other tensors than before.
+        self.pending = [p for p in self.pending if not (p.runs_again and side in p.sides)]
 
     thaw = freeze
 
