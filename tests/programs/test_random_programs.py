@@ -86,6 +86,13 @@ def test_more_random_programs_on_larger_grids(worlds: Worlds) -> None:
 
 
 FOUND = {
+    # Samples over tp_col, by styles on other axes, were taken for what lies in another dim.
+    "samples over the columns": """
+        Program(grid=(1, 4), models=(Model(stream='tokens', axes='tp_row',
+        norm=Norm(kind='rms', style='declared', bias=False, local=False), head=Head(features=2,
+        out='everywhere', how=How(style='rowwise', dataflow='weight_stationary'))),),
+        use=(Op(size=(4, 3)), Op('backward', last=True)))
+    """,
     # A table that is whole on every rank got the gradient of one column's heads, in silence.
     "a table of biases": """
         Program(grid=(2, 2), models=(Model(local=False, blocks=(Attention(table='whole'),)),))

@@ -124,10 +124,10 @@ class SplitDims(TorchFunctionMode):
 
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
         """Say which dim ``tp_col`` splits, if that is not the one of ``layout``."""
-        wanted = normalize(layout, x.ndim)[1]
+        wanted = layout[1]
         for dim, (axis, of) in self._split.get(x, {}).items():
             elsewhere = isinstance(wanted, Shard) and dim != wanted.dim
-            if axis and of != "several" and elsewhere:
+            if axis and of in ("features", "tokens") and elsewhere:
                 return f"of whose dim {dim} each rank has a part along {self.grid.col.name}"
         return ""
 

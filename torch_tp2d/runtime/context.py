@@ -66,10 +66,10 @@ class Watch(Protocol):
         """Attention was called with a mask that is given for this rank's heads and queries."""
 
     def declared(self, x: Tensor, layout: Layout) -> None:
-        """The user's code has made a tensor, and the user says its layout by a pair."""
+        """The user's code has made a tensor, and the user says its layout on the mesh by a pair."""
 
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
-        """Which dim ``tp_col`` splits of a tensor, if ``layout`` has it split another."""
+        """Which dim ``tp_col`` splits of a tensor, if on the mesh ``layout`` splits another."""
 
     def refuses(self, said: str) -> None:
         """The user's code is wrong where a rank has a part, as tokens made of others of it are.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._tracing import in_graph
+from ..mesh.axes import on_mesh
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
 from ..ops.matmul import Shards
@@ -280,14 +281,16 @@ def check_handed(
             f"use_local_output=False"
         )
     watch = grid.context.watch
-    if watch is not None and not certain and (elsewhere := watch.lies_elsewhere(x, declared)):
-        raise ValueError(
-            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
-            f"layout {normalize(declared, x.ndim)}, but is given one of shape {tuple(x.shape)} "
-            f"{elsewhere}: write what moves the dims as a module under torch_tp2d.Replicate(), "
-            f"have the module before it hand on a DTensor, which knows its dims "
-            f"(use_local_output=False), or say by input_layouts how it lies"
-        )
+    if watch is not None and not certain:
+        there = on_mesh(normalize(declared, x.ndim), grid.axes)
+        if elsewhere := watch.lies_elsewhere(x, there):
+            raise ValueError(
+                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local "
+                f"tensor in layout {normalize(declared, x.ndim)}, but is given one of shape "
+                f"{tuple(x.shape)} {elsewhere}: write what moves the dims as a module under "
+                f"torch_tp2d.Replicate(), have the module before it hand on a DTensor, which knows "
+                f"its dims (use_local_output=False), or say by input_layouts how it lies"
+            )
     check_made_of([x], declared, module, grid, certain=certain)
 
 

@@ -70,7 +70,7 @@ def check_made_of(
         if grid.context.watch is not None:
             tell_mixed(x, layout, module, grid, grid.context.watch)
             if certain:
-                grid.context.watch.declared(x, layout)
+                grid.context.watch.declared(x, on_mesh(layout, grid.axes))
         for note in notes_of(x, beyond_functions=False)[0]:
             if along := _whole(note) & split:
                 raise ValueError(
