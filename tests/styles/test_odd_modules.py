@@ -393,7 +393,7 @@ def test_parametrizing_after_the_plan_is_right() -> None:
         assert max(max(one.values()) for one in seen) < 1e-12, seen
 
 
-@pytest.mark.parametrize("grid", [(2, 2), deep(1, 2)])
+@pytest.mark.parametrize("grid", [(2, 2), deep((1, 2))])
 def test_inputs_without_tokens_are_refused(grid: tuple[int, int]) -> None:
     """``[features]`` was an IndexError from within, or an invalid gradient in backward."""
     with fake_grid(*grid) as mesh:
