@@ -66,7 +66,7 @@ def _devices_of(world: dist.ProcessGroup | None) -> list[Any]:
     """The network devices that torch's own gloo groups use, one set for all groups of ours.
 
     A device has a thread that looks for what to do a hundred times a second. Where processes share
-    their cores, one for each group took a sixth of the time of small steps.
+    their cores, one for each group took a sixth of the tests' time.
     """
     found = None if world is None else _devices.get(world)
     if found is None:
