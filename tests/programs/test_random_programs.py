@@ -86,6 +86,16 @@ def test_more_random_programs_on_larger_grids(worlds: Worlds) -> None:
 
 
 FOUND = {
+    # One element of tokens beside a module's input was taken for a scalar, on the rank that has it.
+    "one element beside the input": """
+        Program(grid=(2, 2), models=(Model(hidden=3, stream='hidden', blocks=(Mlp(inner=9,
+        gate=True, norm=Norm(kind='rms', style='replicate', out='tokens', bias=False),
+        after='tokens', conv=True, fused=True, mix='unnamed', up=How(algorithm='bmr', reshard=True,
+        regather=True), down=How(style='replicate', algorithm='collective',
+        dataflow='weight_stationary', reshard=True)),), head=Head(out='everywhere',
+        how=How(reshard=True))),), use=(Op(size=(1, 3), mode='no_grad', twice=(0,), again='data',
+        loss='full', index=5),))
+    """,
     # Samples over tp_col, by styles on other axes, were taken for what lies in another dim.
     "samples over the columns": """
         Program(grid=(1, 4), models=(Model(stream='tokens', axes='tp_row',

@@ -137,6 +137,65 @@ def test_a_mask_of_this_rows_tokens_and_a_vector(rows: int, columns: int, consta
         assert max(differences.values()) < TOLERANCE, differences
 
 
+class Weighted(nn.Module):
+    """A sum that learns, of features and of as many others, or of one for each sample."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x * self.scale + other
+
+
+def _one_each_rank(rows: int, columns: int, shape: tuple[int, ...]) -> dict[str, float]:
+    mesh = grid_mesh(rows, columns)
+    x, other = _noise(3, 1, 6), _noise(*shape, seed=2)
+    mine = spread(x, mesh, SAMPLES).to_local()
+    part = spread(other, mesh, SAMPLES).to_local() if shape[:1] == (3,) else other
+    return _differences(Weighted(6), [x, other], [mine, part], rows, columns)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 1), deep(2, 2)])
+@pytest.mark.parametrize("shape", [(3, 1, 1), (1,), (1, 1, 1), ()])
+def test_one_element_beside_the_input(rows: int, columns: int, shape: tuple[int, ...]) -> None:
+    """Of a number for each of three samples two rows hold two and one. One element was taken for a
+    scalar, about which no other rank is asked: the row with two waited for the row with one."""
+    for differences in world.run(rows * columns, _one_each_rank, rows, columns, shape):
+        assert max(differences.values()) < TOLERANCE, differences
+
+
+class Twice(nn.Module):
+    """A sum that learns of what a projection makes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.near, self.mix = nn.Linear(3, 3), Weighted(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.near(x), self.near(x.flip(1)))
+
+
+def _corner_rank() -> float:
+    mesh = grid_mesh(2, 2)
+    one, corner = Twice().double(), (Shard(2), Shard(1))
+    near = torch_tp2d.Replicate(input_layouts=(Replicate(), Replicate()), output_layouts=corner)
+    ours = parallelize_module(
+        copy.deepcopy(one), mesh, {"near": near, "mix": torch_tp2d.Replicate()}
+    )
+    x = _noise(1, 3, 3)
+    with torch.no_grad():
+        return relative(ours(x), spread(one(x), mesh, corner).to_local())
+
+
+def test_one_element_that_a_style_has_handed_out() -> None:
+    """Of three tokens of three features the last of four ranks holds one element. It was taken for
+    a scalar, and the others, which asked for the tokens' sizes, waited for this rank. Random
+    programs found it."""
+    assert max(world.run(4, _corner_rank)) < TOLERANCE
+
+
 def _neither_rank() -> str:
     mesh = grid_mesh(2, 1)
     row, _ = mesh.get_coordinate()

@@ -41,7 +41,7 @@ def beside(
         ValueError: on every rank, for a tensor that is neither; and for one whose gradient is
             partial, as that of positions is.
     """
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.ndim:
         return value
     here = f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)}"
     handed = grid.handed(value)
