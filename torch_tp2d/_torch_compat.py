@@ -143,6 +143,22 @@ def adds_to_grad(x: Tensor) -> bool:
         return False
 
 
+def asked_alone(x: Tensor) -> bool:
+    """Whether the running backward is to return the gradient of ``x``, and goes no further there.
+
+    That of torch.autograd.grad does, if it is asked for nothing that ``x`` was made of.
+    """
+
+    def executes(node: Any) -> bool:
+        try:
+            return bool(torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # As above.
+            return True
+
+    below = [] if x.grad_fn is None else [node for node, _ in x.grad_fn.next_functions if node]
+    return bool(below) and executes(x.grad_fn) and not any(map(executes, below))
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have the running backward call this at its end, to await what it has started."""
     Variable._execution_engine.queue_callback(call)

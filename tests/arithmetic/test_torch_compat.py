@@ -282,6 +282,27 @@ def _() -> None:
     assert answers[2:] == [False] * 4
 
 
+@of("asked_alone")
+def _() -> None:
+    answers = []
+    first = torch.ones(2, requires_grad=True)
+    x = (first * 1).exp()
+    x.register_hook(lambda grad: answers.append(compat.asked_alone(x)))
+    y = (x * 2).sum()
+    y.backward(retain_graph=True)
+    y.backward(retain_graph=True, inputs=[first])
+    for asked in ([first], [first, x], [x]):
+        torch.autograd.grad(y, asked, retain_graph=True)
+    # Where what it was made of is asked for as well, that it is asked for is not told.
+    assert answers == [False] * 4 + [True]
+    straight = torch.ones(2, requires_grad=True)
+    x = straight.exp()
+    x.register_hook(lambda grad: answers.append(compat.asked_alone(x)))
+    torch.autograd.grad(x.sum(), [x], retain_graph=True)
+    torch.autograd.grad(x.sum(), [straight])
+    assert answers[5:] == [True, False]
+
+
 @of("hooks_of")
 def _() -> None:
     x = torch.ones(2, requires_grad=True) * 2

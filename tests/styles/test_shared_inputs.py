@@ -240,3 +240,50 @@ def test_the_gradient_of_a_prepared_output_is_seen_by_hooks() -> None:
     FSDP2 gathers a block's parameters by such a hook, and so backward met freed ones.
     """
     no_difference(world.run(2, _hooked))
+
+
+class _Between(nn.Module):
+    """Goes on with what is between two projections, and keeps it."""
+
+    def __init__(self, retains: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.retains = retains
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.between = self.first(x)
+        if self.retains:
+            self.between.retain_grad()
+        return self.second(self.between) + self.between.square()
+
+
+def _asked_of_autograd(retains: bool) -> tuple[float, str]:
+    mesh = grid_mesh(1, 2)
+    reference = randomized(_Between(retains))
+    model = copy.deepcopy(reference)
+    output = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    plan = {
+        "first": Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "second": Colwise2D(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    parallelize_module(model.first, mesh, output)
+    expected, got = (part(noise(3, 5, 8, seed=1)).square().sum() for part in (reference, model))
+    if retains:
+        (one,) = torch.autograd.grad(expected, reference.between)
+        (ours,) = torch.autograd.grad(got, model.between)
+        return relative(ours, one), ""
+    with pytest.raises(RuntimeError, match=r"by torch\.autograd\.grad") as error:
+        torch.autograd.grad(got, model.between, retain_graph=True)
+    expected.backward()
+    got.backward()
+    return max(gradients(reference, model).values()), str(error.value)
+
+
+@pytest.mark.parametrize("retains", [True, False])
+def test_what_autograd_grad_is_asked_of_a_prepared_output(retains: bool) -> None:
+    """It gave the part of the code between alone, in silence: the next style had taken a twin,
+    which is made of the same shard, and so is not on the way to the tensor."""
+    for difference, said in world.run(2, _asked_of_autograd, retains):
+        assert difference < TOLERANCE
+        assert retains or ("retain_grad() before its first use" in said and "tp_col=2" in said)
