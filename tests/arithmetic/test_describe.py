@@ -98,11 +98,11 @@ def _predicts(rows: int, columns: int, plan: Any) -> list[str]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("rows,columns", [(1, 2), deep(2, 2), deep(4, 1), deep(1, 4)])
-def test_bytes_predicted_are_bytes_counted(rows: int, columns: int) -> None:
+@pytest.mark.parametrize("plan", [deep(plan_2d), deep(plan_without_sequence_parallel), plan_mixed])
+def test_bytes_predicted_are_bytes_counted(rows: int, columns: int, plan: Any) -> None:
     """By axis and collective, on every rank, beside a real process group that stays as it was."""
-    for plan in (plan_2d, plan_without_sequence_parallel, plan_mixed):
-        for wrong in world.run(rows * columns, _predicts, rows, columns, plan):
-            assert wrong == []
+    for wrong in world.run(rows * columns, _predicts, rows, columns, plan):
+        assert wrong == []
 
 
 def _ready_models() -> dict[str, nn.Module]:

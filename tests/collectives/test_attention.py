@@ -156,9 +156,9 @@ DROPPING = [
 ]
 
 
-def _drops(rows: int, columns: int) -> list[float]:
+def _drops(rows: int, columns: int, cases: slice) -> list[float]:
     mesh, worst = grid_mesh(rows, columns), []
-    for heads, kv_heads, size, sequence, row_dim, kind, options in DROPPING:
+    for heads, kv_heads, size, sequence, row_dim, kind, options in DROPPING[cases]:
         reference = model_of(17, 24, heads, kv_heads, 4)
         reference.masked = "masked" in kind
         for block in reference.blocks:
@@ -183,10 +183,16 @@ def _drops(rows: int, columns: int) -> list[float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [deep(1, 1), (2, 1), deep(2, 2), deep(4, 1)])
-def test_dropout_of_attention_weights(rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    "rows,columns,cases",
+    [
+        (2, 1, slice(1, None, 4)),
+        *(deep(*grid, slice(None)) for grid in ((1, 1), (2, 1), (2, 2), (4, 1))),
+    ],
+)
+def test_dropout_of_attention_weights(rows: int, columns: int, cases: slice) -> None:
     """The mask is that of one device, whoever computes which heads of which tokens."""
-    for worst in world.run(rows * columns, _drops, rows, columns):
+    for worst in world.run(rows * columns, _drops, rows, columns, cases):
         assert max(worst) < TOLERANCE, worst
 
 

@@ -155,7 +155,7 @@ PLANS: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     "rows,columns,plans",
-    [(2, 2, PLANS[:1]), deep(2, 2, PLANS), deep(1, 4, PLANS), deep(4, 1, PLANS)],
+    [(1, 2, PLANS[:1]), deep(2, 2, PLANS), deep(1, 4, PLANS), deep(4, 1, PLANS)],
 )
 def test_embeds_that_are_whole(
     rows: int, columns: int, plans: list[tuple[Any, dict[str, Any]]]

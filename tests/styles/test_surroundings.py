@@ -181,7 +181,7 @@ def _asks(rows: int, columns: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
 def test_what_the_plan_does_not_tell_is_asked_for(rows: int, columns: int) -> None:
     """What was no shard of the sequence was taken to be whole.
 

@@ -6,12 +6,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from support.marks import deep
 from support.models import noise, relative
 from support.one_module import collect, feed, gradients, spread
 from torch_tp2d.mesh.layouts import Layout
 
 TOLERANCE = 1e-10
-GRIDS = [(1, 4), (2, 2), (4, 1)]
+GRIDS = [deep(1, 4), (2, 2), deep(4, 1)]
 ROW: Layout = Shard(0), Replicate()
 BOTH: Layout = Shard(0), Shard(0)
 FEATURES: Layout = Shard(0), Shard(-1)

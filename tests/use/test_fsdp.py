@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,12 @@ def _train(plan: str, shape: tuple[int, ...], names: tuple[str, ...]) -> float:
     return max(_step(reference, model, optimizers, data, seed, clips) for seed in range(3))
 
 
-@pytest.mark.parametrize("plan", ["plan_2d", deep("plan_mixed")])
-def test_fsdp2_with_tp2d(plan: str) -> None:
-    assert max(world.run(8, _train, plan, (2, 2, 2), DP)) < TOLERANCE
+@pytest.mark.parametrize(
+    "plan,shape",
+    [("plan_2d", (2, 1, 2)), deep("plan_2d", (2, 2, 2)), deep("plan_mixed", (2, 2, 2))],
+)
+def test_fsdp2_with_tp2d(plan: str, shape: tuple[int, int, int]) -> None:
+    assert max(world.run(math.prod(shape), _train, plan, shape, DP)) < TOLERANCE
 
 
 @pytest.mark.parametrize("grid", [deep((1, 2)), deep((2, 1))])

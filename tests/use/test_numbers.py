@@ -261,7 +261,7 @@ def _poisoned(value: float, rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "value,rank", [(math.nan, 0), (math.inf, 3), deep(math.inf, 0), deep(math.nan, 3)]
+    "value,rank", [deep(math.nan, 0), (math.inf, 3), deep(math.inf, 0), deep(math.nan, 3)]
 )
 def test_one_ranks_nan_is_everyones(value: float, rank: int) -> None:
     """In a gradient: the norm, ``error_if_nonfinite``, and the step that GradScaler leaves out."""

@@ -221,7 +221,7 @@ def test_from_one_grid_to_another(tmp_path: Path) -> None:
     Each grid loads what one of other sizes has saved, in parts, and what another has put together
     on rank 0 (``torch.save``, read with ``weights_only=True``, handed out by rank 0).
     """
-    ring = [(1, 1, 1), (1, 2, 2), (1, 1, 2)]
+    ring = [(1, 1, 1), (1, 2, 1), (1, 1, 2)]
     names = [name_of(grid) for grid in ring]
     origins = {grid: [names[i - 1], f"{names[i - 2]}.pt"] for i, grid in enumerate(ring)}
     worst = _along(origins, tmp_path)
