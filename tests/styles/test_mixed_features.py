@@ -114,14 +114,25 @@ def test_functions_of_all_features(rows: int, columns: int) -> None:
         assert set(said.values()) == {"differs by False"}, said
 
 
-class OverTokens(nn.Module):
-    def __init__(self, wide: int) -> None:
+class Across(nn.Module):
+    """A Linear over five tokens."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
         self.over = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.over(self.up(x).mT)).mT)
+        y: Tensor = F.gelu(self.over(x.mT)).mT
+        return y
+
+
+class OverTokens(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.across, self.down = nn.Linear(WIDTH, wide), Across(), nn.Linear(wide, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.across(self.up(x)))
         return y
 
 
@@ -134,6 +145,7 @@ def _transposed(rows: int, columns: int) -> dict[str, str]:
             ("split by declaration", local, Colwise2D(input_layouts=Shard(-1))),
             ("whole by default", local, Colwise2D()),
             ("on DTensors", Colwise2D(use_local_output=False), torch_tp2d.Replicate()),
+            ("in a module that is replicated", local, None),
         ):
             model = Between(VOCAB, WIDTH, lambda wide=wide: OverTokens(wide)).double()
             reference = copy.deepcopy(model)
@@ -141,10 +153,13 @@ def _transposed(rows: int, columns: int) -> dict[str, str]:
             plan = {
                 "embed": Rowwise2D(output_layouts=Replicate()),
                 "middle.up": up,
-                "middle.over": over,
+                "middle.across.over": over,
                 "middle.down": Rowwise2D(output_layouts=Replicate()),
                 "head": Colwise2D(use_local_output=False),
             }
+            if over is None:
+                plan["middle.across"] = torch_tp2d.Replicate()
+                del plan["middle.across.over"]
             parallelize_module(model, mesh, plan)
             try:
                 for y in (model(ids).full_tensor(), reference(ids)):
@@ -165,7 +180,7 @@ def test_features_where_tokens_should_be(rows: int, columns: int) -> None:
     """
     for said in world.run(rows * columns, _transposed, rows, columns):
         for key, message in said.items():
-            if key.endswith("on DTensors"):
+            if key.endswith(("on DTensors", "replicated")):
                 assert message == "differs by False", (key, message)
             else:
                 assert "each rank has a part along tp_col" in message, (key, message)
