@@ -105,6 +105,31 @@ def test_what_sizes_tell(rows: int, columns: int, how: str) -> None:
         assert max(found) < TOLERANCE, found
 
 
+def _own_part_rank(rows: int, columns: int, how: str) -> list[float]:
+    mesh, samples = grid_mesh(rows, columns), (Shard(0), Replicate())
+    one = Attention(how).double()
+    ours = parallelize_module(copy.deepcopy(one), mesh, _plan(columns))
+    x, more = noise(3, SEQUENCE, WIDTH), _more(how, 3)
+
+    def own(value: Tensor) -> Tensor:
+        return spread(value, mesh, samples).to_local()
+
+    y = ours(own(x), {"bias": own(more["bias"])} if how == "dict" else own(more))
+    one(x, more).square().sum().backward()
+    y.square().sum().backward()
+    pairs = zip(ours.parameters(), one.parameters(), strict=True)
+    return [relative(whole(param.grad), other.grad) for param, other in pairs]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 1), deep(2, 2)])
+@pytest.mark.parametrize("how", ["padding", "of each sample", "dict"])
+def test_this_rows_part_without_an_embedding(rows: int, columns: int, how: str) -> None:
+    """Of three samples on two rows one row has one. It took that for a dim to broadcast, and did
+    not ask how many samples there are; the other row waited for its answer."""
+    for found in world.run(rows * columns, _own_part_rank, rows, columns, how):
+        assert max(found) < TOLERANCE, found
+
+
 def _as_many_heads_as_samples_rank() -> str:
     with pytest.raises(ValueError, match="whole_inputs") as caught:
         _rank(2, 2, "of each head", HEADS, {})

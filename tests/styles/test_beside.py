@@ -196,6 +196,51 @@ def test_one_element_that_a_style_has_handed_out() -> None:
     assert max(world.run(4, _corner_rank)) < TOLERANCE
 
 
+class Positions(nn.Module):
+    """Positions that a module of the plan looks up, for one sample, beside those of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.at = nn.Linear(6, 6), nn.Embedding(5, 6)
+        self.mix = Placed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.up(x), self.at(torch.arange(5))[None])
+
+
+def _looked_up_rank(rows: int, columns: int, batch: int, local: bool) -> float:
+    mesh = grid_mesh(rows, columns)
+    one, whole_layout = Positions().double(), (Replicate(), Replicate())
+    plan = {
+        "up": Colwise2D(input_layouts=SAMPLES, output_layouts=SAMPLES),
+        "at": torch_tp2d.Replicate(output_layouts=whole_layout, use_local_output=local),
+        "mix": torch_tp2d.Replicate(),
+    }
+    ours = parallelize_module(copy.deepcopy(one), mesh, plan)
+    x = _noise(batch, 5, 6)
+    one(x).square().sum().backward()
+    ours(spread(x, mesh, SAMPLES).to_local()).square().sum().backward()
+    pairs = zip(ours.parameters(), one.parameters(), strict=True)
+    return max(relative(whole(param.grad), other.grad) for param, other in pairs)
+
+
+def _looked_up_refused_rank(batch: int) -> str:
+    with pytest.raises(ValueError, match="beside its input") as error:
+        _looked_up_rank(2, 1, batch, True)
+    return str(error.value)
+
+
+def test_positions_that_the_plan_looks_up() -> None:
+    """Of three samples on two rows one row has one, as the positions do: torch's error of mixed
+    tensors on the other row, for which this one waited."""
+    for batch in (2, 3, 4):
+        assert max(world.run(2, _looked_up_rank, 2, 1, batch, False)) < TOLERANCE, batch
+    assert max(world.run(2, _looked_up_rank, 2, 1, 2, True)) < TOLERANCE
+    for message in world.run(2, _looked_up_refused_rank, 3):
+        assert "Placed" in message and "use_local_output=False" in message
+
+
 def _neither_rank() -> str:
     mesh = grid_mesh(2, 1)
     row, _ = mesh.get_coordinate()

@@ -31,7 +31,8 @@ def beside(
     if it holds the same tokens, and is the same on every rank if not. Sizes do not tell which,
     since a table may have as many rows as a rank has samples. The graph does, if the tensor was
     made of what styles have handed out. Without a graph the ranks compare what they hold: what is
-    equal on all of them is replicated, unless it is a constant.
+    equal on all of them is replicated, unless it is a constant. What one rank's shapes tell is not
+    what another's do, where these differ: then the ranks compare that, too.
 
     Args:
         given: the input as the module was given it.
@@ -54,25 +55,27 @@ def beside(
     # Where the input's features are split, those of a tensor of another width may not be.
     alike = value.shape[:-1] == mine[:-1] and (value.shape == mine or not by_features)
     fits = alike or tuple(value.shape) == mine[:-1]
+    made = bool(made_of(value))
     if isinstance(module, nn.MultiheadAttention):
         # Its arguments say by their names what they are (whole_samples.py).
         whole, tokens = False, alike
-    elif in_graph() or not sends(grid.mesh) or made_of(value):
+    elif in_graph() or not sends(grid.mesh) or (made and _even(x, layout, grid)):
         whole, tokens = False, fits
     else:
         # The second is a note of whether it fits, so that all ranks know it of all.
         note = torch.full((1,), int(fits), device=value.device)
-        value_facts, notes = facts_of_all([value, note], grid).unbind(2)
+        value_facts, notes = facts_of_all([note if made else value, note], grid).unbind(2)
         same = torch.equal(value_facts, value_facts[:1, :1].expand_as(value_facts))
-        tokens = bool((notes[..., 1] != 0).all())
+        fitting = notes[..., 1] != 0
+        tokens = bool(fitting.all())
         varied = bool((value_facts[..., -1] != 0).any())
-        whole = same and (varied or not tokens)
-        if not whole and not tokens:
+        whole = not made and same and (varied or not tokens)
+        if not whole and not tokens and (not made or bool(fitting.any())):
+            told = "may be the same on every rank" if made else "is not the same on every rank"
             raise ValueError(
                 f"{here} is given a local tensor of shape {tuple(value.shape)} beside its input of "
-                f"{mine}: it is not the same on every rank, and does not hold the input's tokens: "
-                f"pass a DTensor, which says how it is split (distribute_tensor, "
-                f"use_local_output=False)"
+                f"{mine}: it {told}, and does not hold the input's tokens on every one: pass a "
+                f"DTensor, which says how it is split (distribute_tensor, use_local_output=False)"
             )
     if whole:
         return to_dtensor(value, (Replicate(), Replicate()), grid, value.shape)
@@ -85,6 +88,17 @@ def beside(
         return to_dtensor(value, (row, col), grid, x.shape[:-1])
     width = x.shape[-1] if value.shape[-1] == mine[-1] else value.shape[-1]
     return to_dtensor(value, layout, grid, (*x.shape[:-1], width))
+
+
+def _even(x: DTensor, layout: Layout, grid: Grid) -> bool:
+    """Whether the parts of ``x`` are of one shape, so that what fits one rank's fits all."""
+    for dim in range(x.ndim):
+        parts = {x.shape[dim]}
+        for axis in grid.cuts(dim, layout):
+            parts = {size for part in parts for size in axis.split(part)}
+        if len(parts) > 1:
+            return False
+    return True
 
 
 def _check_gradient(value: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> None:

@@ -39,6 +39,7 @@ class Tokens:
         self.runner, self.module, self.hidden = runner, module, hidden
         self.grid, self.row_dim = runner.grid, runner.row_dim
         self.shape: tuple[int, int] | None = None
+        self._extents: dict[int, int] = {}
         self.keys: int | None = None
         if isinstance(hidden, DTensor) and hidden.device_mesh == self.grid.mesh:
             self.shape = static(hidden.shape[0]), static(hidden.shape[1])
@@ -46,14 +47,20 @@ class Tokens:
             self.grid.context.tokens = self.shape
 
     def extent(self, dim: int) -> int:
-        """Global size of the batch (dim 0) or the sequence (dim 1) of the hidden states."""
+        """Global size of the batch (dim 0) or the sequence (dim 1) of the hidden states.
+
+        The ranks may have to ask each other, so what a rank holds may not decide whether it asks.
+        """
         if self.shape is not None:
             return self.shape[dim]
-        if isinstance(self.hidden, DTensor):
-            layout, local = self.grid.layout(self.hidden, self.row_dim), self.hidden.to_local()
-        else:
-            layout, local = self.declared, self.hidden
-        return self.grid.extent(self.grid.without_stand_in(local, layout), dim, layout)
+        if dim not in self._extents:
+            if isinstance(self.hidden, DTensor):
+                layout, local = self.grid.layout(self.hidden, self.row_dim), self.hidden.to_local()
+            else:
+                layout, local = self.declared, self.hidden
+            tokens = self.grid.without_stand_in(local, layout)
+            self._extents[dim] = self.grid.extent(tokens, dim, layout)
+        return self._extents[dim]
 
     @property
     def declared(self) -> Layout:
@@ -238,12 +245,13 @@ class Tokens:
         queries, keys = self.lengths
         if x.ndim == 1 and x.shape[0] == heads != queries:
             return ("heads",)
-        if x.ndim == 2 and x.shape[0] != queries and tuple(x.shape) == (self.extent(0), keys):
+        samples = self.extent(0) if x.ndim in (2, 3) else 0
+        if x.ndim == 2 and x.shape[0] != queries and tuple(x.shape) == (samples, keys):
             if x.is_floating_point() or x.dtype == torch.bool:
                 # It hides keys of samples, and each rank has all keys.
                 return "batch", None
         batches = heads is not None and heads > 1 and x.ndim == 3
-        if batches and tuple(x.shape) == (heads, queries, keys) and heads == self.extent(0):
+        if batches and tuple(x.shape) == (heads, queries, keys) and heads == samples:
             raise ValueError(
                 f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name} "
                 f"of shape {tuple(x.shape)} is of each sample or of each head, which are {heads} "
@@ -296,12 +304,12 @@ class Tokens:
         if what not in dims or axis.size == 1:
             return Replicate()
         dim = dims.index(what)
-        if x.shape[dim] == 1:
-            return Replicate()
         if what == "heads":
             whole = heads.query if heads is not None and self._splits_heads else None
-            return Shard(dim) if x.shape[dim] == whole else Replicate()
+            return Shard(dim) if x.shape[dim] == whole != 1 else Replicate()
         whole = self.extent(self.row_dim)
+        if x.shape[dim] == 1:
+            return Replicate()
         if x.shape[dim] == whole:
             return Shard(dim)
         if not isinstance(x, DTensor) and x.shape[dim] == max(1, axis.split(whole)[axis.index]):
