@@ -136,10 +136,10 @@ class OverTokens(nn.Module):
         return y
 
 
-def _transposed(rows: int, columns: int) -> dict[str, str]:
+def _transposed(rows: int, columns: int, widths: tuple[int, ...]) -> dict[str, str]:
     mesh, said = grid_mesh(rows, columns), {}
     local = Colwise2D()
-    for wide in (9, 10, 11, 16):
+    for wide in widths:
         for name, up, over in (
             ("rowwise", local, Rowwise2D()),
             ("split by declaration", local, Colwise2D(input_layouts=Shard(-1))),
@@ -171,14 +171,17 @@ def _transposed(rows: int, columns: int) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4)])
-def test_features_where_tokens_should_be(rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    "rows,columns,widths",
+    [(1, 2, (9,)), deep(2, 2, (9, 10, 11, 16)), deep(1, 4, (9, 10, 11, 16))],
+)
+def test_features_where_tokens_should_be(rows: int, columns: int, widths: tuple[int, ...]) -> None:
     """Local features, transposed: where those of one rank were as many as its tokens, it went on.
 
     The others raised (of 9 features on two columns one has 5, as there are tokens), and it waited
     for them until the timeout.
     """
-    for said in world.run(rows * columns, _transposed, rows, columns):
+    for said in world.run(rows * columns, _transposed, rows, columns, widths):
         for key, message in said.items():
             if key.endswith(("on DTensors", "replicated")):
                 assert message == "differs by False", (key, message)

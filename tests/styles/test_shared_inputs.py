@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -213,9 +214,9 @@ class _Watched(nn.Module):
         return self.second(y)
 
 
-def _hooked() -> dict[str, float]:
-    mesh = grid_mesh(1, 2)
-    reference = randomized(_Watched())
+def _prepared_between(module: Any) -> tuple[Any, Any]:
+    """``first`` and ``second`` on one device, and with what is between gathered on ``1 x 2``."""
+    mesh, reference = grid_mesh(1, 2), randomized(module)
     model = copy.deepcopy(reference)
     output = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
     plan = {
@@ -224,6 +225,11 @@ def _hooked() -> dict[str, float]:
     }
     parallelize_module(model, mesh, plan)
     parallelize_module(model.first, mesh, output)
+    return reference, model
+
+
+def _hooked() -> dict[str, float]:
+    reference, model = _prepared_between(_Watched())
     x, grad = noise(3, 5, 8, seed=1), noise(3, 5, 6, seed=2)
     for part in (reference, model):
         part(x).backward(grad)
@@ -258,16 +264,7 @@ class _Between(nn.Module):
 
 
 def _asked_of_autograd(retains: bool) -> tuple[float, str]:
-    mesh = grid_mesh(1, 2)
-    reference = randomized(_Between(retains))
-    model = copy.deepcopy(reference)
-    output = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-    plan = {
-        "first": Rowwise2D(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "second": Colwise2D(output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, plan)
-    parallelize_module(model.first, mesh, output)
+    reference, model = _prepared_between(_Between(retains))
     expected, got = (part(noise(3, 5, 8, seed=1)).square().sum() for part in (reference, model))
     if retains:
         (one,) = torch.autograd.grad(expected, reference.between)
