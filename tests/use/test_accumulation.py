@@ -218,7 +218,7 @@ def _bytes_along_rows(model: nn.Module, mesh: DeviceMesh, held: bool) -> int:
 def _counted(transport: str | None) -> tuple[int, int, int]:
     if transport is not None:
         os.environ["TP2D_TRANSPORT"] = transport
-    mesh = grid_mesh(2, 1)
+    mesh = grid_mesh(2, 2)
     model = transformer(VOCAB)
     parallelize(model, mesh, _of_algorithm("pipelined"))
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -231,7 +231,7 @@ def _counted(transport: str | None) -> tuple[int, int, int]:
 @pytest.mark.gloo
 def test_weights_move_once_for_four_micro_batches() -> None:
     """The other row's shard is gathered, and its part of this one's gradient received."""
-    for plain, held, once in world.run(2, _counted, None):
+    for plain, held, once in world.run(4, _counted, None):
         assert plain - held == (4 * 2 - 2) * once, (plain, held, once)
 
 
@@ -241,7 +241,7 @@ def test_weights_that_are_gathered_again_move_once_too() -> None:
 
     Cause: none was kept for the next that was not to be kept for backward.
     """
-    for plain, held, once in world.run(2, _counted, "nccl"):
+    for plain, held, once in world.run(4, _counted, "nccl"):
         assert plain - held == (4 * 3 - 2) * once, (plain, held, once)
 
 
