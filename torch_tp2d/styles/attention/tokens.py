@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..._tracing import static
+from ..._tracing import in_graph, static
 from ...mesh.grid import describe_mesh
 from ...mesh.handed import Handed, hand_out, made_of, notes_of, said_of
 from ...mesh.layouts import TP_COL, TP_ROW, Layout, normalize
@@ -47,10 +47,7 @@ class Tokens:
             self.grid.context.tokens = self.shape
 
     def extent(self, dim: int) -> int:
-        """Global size of the batch (dim 0) or the sequence (dim 1) of the hidden states.
-
-        The ranks may have to ask each other, so what a rank holds may not decide whether it asks.
-        """
+        """Global size of the batch (dim 0) or the sequence (dim 1) of the hidden states."""
         if self.shape is not None:
             return self.shape[dim]
         if dim not in self._extents:
@@ -61,6 +58,14 @@ class Tokens:
             tokens = self.grid.without_stand_in(local, layout)
             self._extents[dim] = self.grid.extent(tokens, dim, layout)
         return self._extents[dim]
+
+    def _ask(self, dim: int) -> None:
+        """Make sure of :meth:`extent`, before what this rank holds decides whether it is needed.
+
+        The ranks may have to ask each other for it, all of them. In a graph none asks.
+        """
+        if not in_graph():
+            self.extent(dim)
 
     @property
     def declared(self) -> Layout:
@@ -245,13 +250,14 @@ class Tokens:
         queries, keys = self.lengths
         if x.ndim == 1 and x.shape[0] == heads != queries:
             return ("heads",)
-        samples = self.extent(0) if x.ndim in (2, 3) else 0
-        if x.ndim == 2 and x.shape[0] != queries and tuple(x.shape) == (samples, keys):
+        if x.ndim in (2, 3):
+            self._ask(0)
+        if x.ndim == 2 and x.shape[0] != queries and tuple(x.shape) == (self.extent(0), keys):
             if x.is_floating_point() or x.dtype == torch.bool:
                 # It hides keys of samples, and each rank has all keys.
                 return "batch", None
         batches = heads is not None and heads > 1 and x.ndim == 3
-        if batches and tuple(x.shape) == (heads, queries, keys) and heads == samples:
+        if batches and tuple(x.shape) == (heads, queries, keys) and heads == self.extent(0):
             raise ValueError(
                 f"{describe_module(self.module)} on mesh {describe_mesh(self.grid.mesh)}: {name} "
                 f"of shape {tuple(x.shape)} is of each sample or of each head, which are {heads} "
@@ -307,9 +313,10 @@ class Tokens:
         if what == "heads":
             whole = heads.query if heads is not None and self._splits_heads else None
             return Shard(dim) if x.shape[dim] == whole != 1 else Replicate()
-        whole = self.extent(self.row_dim)
+        self._ask(self.row_dim)
         if x.shape[dim] == 1:
             return Replicate()
+        whole = self.extent(self.row_dim)
         if x.shape[dim] == whole:
             return Shard(dim)
         if not isinstance(x, DTensor) and x.shape[dim] == max(1, axis.split(whole)[axis.index]):
