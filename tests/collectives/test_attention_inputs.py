@@ -105,11 +105,11 @@ def test_what_sizes_tell(rows: int, columns: int, how: str) -> None:
         assert max(found) < TOLERANCE, found
 
 
-def _own_part_rank(rows: int, columns: int, how: str) -> list[float]:
+def _own_part_rank(rows: int, columns: int, how: str, batch: int) -> list[float]:
     mesh, samples = grid_mesh(rows, columns), (Shard(0), Replicate())
     one = Attention(how).double()
     ours = parallelize_module(copy.deepcopy(one), mesh, _plan(columns))
-    x, more = noise(3, SEQUENCE, WIDTH), _more(how, 3)
+    x, more = noise(batch, SEQUENCE, WIDTH), _more(how, batch)
 
     def own(value: Tensor) -> Tensor:
         return spread(value, mesh, samples).to_local()
@@ -122,11 +122,15 @@ def _own_part_rank(rows: int, columns: int, how: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 1), deep(2, 2)])
-@pytest.mark.parametrize("how", ["padding", "of each sample", "dict"])
-def test_this_rows_part_without_an_embedding(rows: int, columns: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "batch"),
+    [("of each sample", 3), ("dict", 3), ("of each sample", 2 * HEADS - 1), ("padding", 11)],
+)
+def test_this_rows_part_without_an_embedding(rows: int, columns: int, how: str, batch: int) -> None:
     """Of three samples on two rows one row has one. It took that for a dim to broadcast, and did
-    not ask how many samples there are; the other row waited for its answer."""
-    for found in world.run(rows * columns, _own_part_rank, rows, columns, how):
+    not ask how many samples there are; the other row waited for its answer. So it was where one
+    row has as many samples as there are heads, or tokens."""
+    for found in world.run(rows * columns, _own_part_rank, rows, columns, how, batch):
         assert max(found) < TOLERANCE, found
 
 
