@@ -463,7 +463,7 @@ def test_a_forward_that_asks_for_values_is_named() -> None:
         describe(model, (1, 2), plan, batch=2, seq=4)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", deep("Mixtral")])
+@pytest.mark.parametrize("name", [deep("Qwen3Moe"), deep("Mixtral")])
 def test_a_mixture_of_experts_is_described(name: str) -> None:
     """As the error says."""
     pytest.importorskip("transformers")

@@ -35,7 +35,7 @@ from torch_tp2d import (
 from torch_tp2d.mesh.extents import ask_sizes
 from torch_tp2d.mesh.grid import Grid
 
-QUICK = {"llama odd", "gpt2 odd"}
+QUICK = {"llama odd"}
 ON_ONE_RANK = {"gpt2", "llama rows split sequences"}
 
 

@@ -20,7 +20,7 @@ from support.marks import deep
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [path for path in sorted(DOCS.glob("*.md")) if "```python" in path.read_text()]
-SLOW = {"choose-a-grid", "hugging-face", "long-sequences"}
+SLOW = {"choose-a-grid", "hugging-face", "long-sequences", "migrate", "own-model", "training"}
 
 TUTORIALS_MODEL = """
 import sys

@@ -205,7 +205,7 @@ def _another_model(path: str, rows: int, columns: int) -> hf.Differences:
     return hf.train_beside(reference, model, hf.causal_lm_batch(3, 9, VOCAB), truth=truth, steps=1)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", deep("bert"), deep("t5")])
+@pytest.mark.parametrize("kind", [deep("gpt2"), deep("bert"), deep("t5")])
 def test_other_models_load_too(tmp_path: Path, kind: str) -> None:
     """A fused projection, a bias that is tied to a module without a style, two token streams.
 

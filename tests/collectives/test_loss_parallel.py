@@ -310,6 +310,7 @@ def _compiled_line() -> None:
     assert far(whole(ours_leaf.grad), leaf.grad) < 1e-6
 
 
+@pytest.mark.deep
 def test_a_compiled_loss() -> None:
     """torchtitan compiles it: what the graph cannot hold is run between two of them."""
     world.run(4, _compiled_line)

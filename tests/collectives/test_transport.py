@@ -85,7 +85,7 @@ def test_a_plan_trains_as_on_one_device(rows: int, columns: int) -> None:
         assert max(difference for difference, _ in answers) < TOLERANCE
 
 
-@pytest.mark.parametrize("algorithm", ["pipelined", deep("summa"), deep("cannon")])
+@pytest.mark.parametrize("algorithm", [deep("pipelined"), deep("summa"), deep("cannon")])
 def test_an_algorithm_trains_as_one_device(algorithm: str) -> None:
     differences = off_gloo(4, train_with_algorithm, algorithm, 2, 2)
     assert max(differences) < TOLERANCE

@@ -196,6 +196,7 @@ def _new_heads(rows: int, columns: int) -> dict[str, float]:
     return {name: value for name, value in seen.items() if not value < TOLERANCE}
 
 
+@pytest.mark.deep
 def test_heads_are_replaced_and_vocabularies_resized() -> None:
     for wrong in world.run(4, _new_heads, 2, 2):
         assert not wrong, wrong

@@ -217,6 +217,7 @@ def test_a_decoder_that_is_embedded_first(rows: int, columns: int, residual: boo
         assert worst < 1e-10
 
 
+@pytest.mark.deep
 def test_an_encoder_computed_again_for_backward() -> None:
     """By then the decoder's sizes were under way, and the encoder's tokens refused."""
     for worst in run(4, _train, 2, 2, False, True, [3, 7, 5]):

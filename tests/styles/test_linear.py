@@ -11,7 +11,6 @@ from support import world
 from support.marks import deep
 from support.models import grid_mesh, noise, relative
 from support.one_module import (
-    DEEP,
     GRIDS,
     OUTPUTS,
     SIZES,
@@ -79,7 +78,7 @@ def _linear_styles(rows: int, columns: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("rows,columns", [*GRIDS, *DEEP])
+@pytest.mark.parametrize("rows,columns", GRIDS)
 def test_linear_styles_equal_one_device(rows: int, columns: int) -> None:
     """Every style, module, algorithm, layout and option, each with every value of every other."""
     no_difference(world.run(rows * columns, _linear_styles, rows, columns))

@@ -99,7 +99,7 @@ def _sharing(rows: int, columns: int) -> dict[str, float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("rows,columns", [(1, 2), deep(2, 2), (2, 3)])
+@pytest.mark.parametrize("rows,columns", [(1, 2), deep(2, 2), deep(2, 3)])
 def test_modules_given_one_tensor_gather_it_once(rows: int, columns: int) -> None:
     no_difference(world.run(rows * columns, _sharing, rows, columns))
 

@@ -185,7 +185,7 @@ def _refused(rows: int, columns: int) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("rows,columns", [(1, 4), (2, 2), deep(4, 1), deep(2, 4)])
+@pytest.mark.parametrize("rows,columns", [(1, 4), deep(2, 2), deep(4, 1), deep(2, 4)])
 def test_norms_of_whole_keys_and_of_positions(rows: int, columns: int) -> None:
     """Keys that do not divide are whole on each column, which uses them for its own queries.
 

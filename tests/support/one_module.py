@@ -28,10 +28,10 @@ from torch_tp2d import parallelize_module
 TOLERANCE = 1e-12
 """Relative, in fp64, unless a test says otherwise."""
 
-GRIDS = [(1, 1), (1, 2), (2, 1), (2, 3)]
 LARGE = [deep(2, 4), deep(3, 3)]
-DEEP = [deep(2, 2), deep(1, 4), deep(4, 1), *LARGE]
-FEW = [(1, 2), (2, 1), (2, 2), deep(2, 3), deep(1, 4), deep(4, 1)]
+LINES = [deep(1, 2), deep(2, 1), deep(1, 4), deep(4, 1)]
+GRIDS = [(1, 1), (2, 3), deep(2, 2), *LINES, *LARGE]
+FEW = [(2, 2), deep(2, 3), *LINES]
 
 SIZES = [(4, 6, 12, 24), (3, 5, 7, 11), (1, 2, 3, 2)]
 """Batch, sequence, features in and out: even, odd, and smaller than the grid."""

@@ -228,6 +228,7 @@ def _counted(transport: str | None) -> tuple[int, int, int]:
     return _bytes_along_rows(model, mesh, False), _bytes_along_rows(model, mesh, True), once
 
 
+@pytest.mark.deep
 @pytest.mark.gloo
 def test_weights_move_once_for_four_micro_batches() -> None:
     """The other row's shard is gathered, and its part of this one's gradient received."""

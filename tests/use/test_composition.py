@@ -346,7 +346,7 @@ def _experts(rows: int, columns: int) -> float:
     return train_beside(reference, model, vocab, 3, 13)
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(4, 1)])
+@pytest.mark.parametrize("rows,columns", [(1, 2), deep(2, 2), deep(4, 1)])
 def test_experts_of_torch_beside_a_grid(rows: int, columns: int) -> None:
     """Experts over all ranks of the grid, on its mesh: their gradients need no sum over rows."""
     assert max(world.run(rows * columns, _experts, rows, columns)) < TOLERANCE
