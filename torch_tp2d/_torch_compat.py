@@ -65,9 +65,15 @@ are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is active, which the styles refuse."""
 
 
-def version(x: Tensor) -> int:
-    """How often a tensor was changed in place, to tell whether results from it are up to date."""
-    return x._version
+def version(x: Tensor) -> int | None:
+    """How often a tensor was changed in place, to tell whether results from it are up to date.
+
+    None for one made in inference mode, which does not count.
+    """
+    try:
+        return x._version
+    except RuntimeError:
+        return None
 
 
 def fake_mode() -> Any:

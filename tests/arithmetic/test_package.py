@@ -184,6 +184,7 @@ STATE = {
 """What the package remembers outside any object of the user's, by file."""
 
 UNCHANGING = {
+    "Handed",
     "MatmulRule",
     "Struct",
     "Surroundings",

@@ -45,11 +45,11 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     """
     if axis.size == 1:
         return Pending(x)
-    shard = x.movedim(dim, 0)
+    shard = _to_front(x, dim)
     rest = shard.shape[1:]
     longest = max(sizes)
     if longest * math.prod(rest) == 0:
-        return Pending(x.new_empty((sum(sizes), *rest)).movedim(0, dim))
+        return Pending(_from_front(x.new_empty((sum(sizes), *rest)), dim))
     if shard.shape[0] < longest:
         # In a graph it depends on the shard: two gathers of empty shards would become one node, on
         # this rank alone.
@@ -60,7 +60,8 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
         # A copy: x may be changed in place, or freed, while it travels.
         shard = shard.clone(memory_format=torch.contiguous_format)
     flat = shard.view(-1)
-    sent = flat.split(chunk_sizes(flat.numel(), axis.pieces(flat.numel(), x.dtype)))
+    count = axis.pieces(flat.numel(), x.dtype)
+    sent = [flat] if count == 1 else flat.split(chunk_sizes(flat.numel(), count))
     gather = _c10d.all_gather_into_tensor.default
     pieces = [partial(gather, piece, axis.size, axis.group) for piece in sent]
     even = len(set(sizes)) == 1
@@ -70,13 +71,22 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
             whole = wires[0]
         else:
             whole = torch.cat([wire.view(axis.size, -1) for wire in wires], 1)
-        blocks = whole.view(axis.size, longest, *rest)
         if even:
-            return blocks.flatten(0, 1).movedim(0, dim)
-        kept = [block[:size] for block, size in zip(blocks.unbind(), sizes, strict=True)]
-        return torch.cat(kept).movedim(0, dim)
+            return _from_front(whole.view(axis.size * longest, *rest), dim)
+        blocks = whole.view(axis.size, longest, *rest).unbind()
+        kept = [block[:size] for block, size in zip(blocks, sizes, strict=True)]
+        return _from_front(torch.cat(kept), dim)
 
     return Pending(None, pieces, finish)
+
+
+def _to_front(x: Tensor, dim: int) -> Tensor:
+    # For dim 0, which most weights have, a movedim would take as long as the copy of a small one.
+    return x.movedim(dim, 0) if dim else x
+
+
+def _from_front(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(0, dim) if dim else x
 
 
 def exchange(
@@ -132,19 +142,19 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
     """
     if axis.size == 1:
         return Pending(x)
-    whole = x.movedim(dim, 0)
+    whole = _to_front(x, dim)
     rest = whole.shape[1:]
     width = math.prod(rest)
     mine = sizes[axis.index]
     longest = max(sizes)
     if longest * width == 0:
-        return Pending(whole.new_empty((mine, *rest)).movedim(0, dim))
+        return Pending(_from_front(whole.new_empty((mine, *rest)), dim))
     if axis.transport.exchanges_sums:
 
         def finish(pieces: list[list[Tensor]]) -> Tensor:
             sums = [_sum(piece) for piece in pieces]
             total = sums[0] if len(sums) == 1 else torch.cat(sums)
-            return total.view(mine, *rest).movedim(0, dim)
+            return _from_front(total.view(mine, *rest), dim)
 
         return exchange(
             whole.contiguous().view(-1),
@@ -163,7 +173,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
         )
     whole = whole.contiguous()
     start = partial(_c10d.reduce_scatter_tensor.default, whole, "sum", axis.size, axis.group)
-    return Pending(None, [start], lambda wires: wires[0][:mine].movedim(0, dim))
+    return Pending(None, [start], lambda wires: _from_front(wires[0][:mine], dim))
 
 
 def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:

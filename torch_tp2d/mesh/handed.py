@@ -47,6 +47,8 @@ class Handed(NamedTuple):
     """The module that handed it out, for messages."""
 
 
+_NOTHING = Handed()
+
 _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward")
 """Nodes that FSDP2 and backward hooks put in the graph before a module. They pass values on."""
 
@@ -74,14 +76,17 @@ def said_of(x: Tensor) -> Handed:
     autograd graph as well.
     """
     found: Handed | None = getattr(x, "_tp2d_handed", None)
-    if found is None and not in_graph():
-        node: Any = x.grad_fn
-        index = x.output_nr
-        while node is not None and node.name() in _HANDS_ON:
-            node, index = node.next_functions[index]
-        if node is not None and node is not x.grad_fn:
-            found = node.metadata.get(("_tp2d_handed", index))
-    return Handed() if found is None else found
+    if found is not None or in_graph():
+        return found or _NOTHING
+    own: Any = x.grad_fn
+    if own is None or own.name() not in _HANDS_ON:
+        return _NOTHING
+    node, index = own, x.output_nr
+    while node is not None and node.name() in _HANDS_ON:
+        node, index = node.next_functions[index]
+    if node is not None:
+        found = node.metadata.get(("_tp2d_handed", index))
+    return found or _NOTHING
 
 
 _NODES = 200

@@ -151,9 +151,8 @@ def normalize(layout: Layout, ndim: int) -> Layout:
 
 
 def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
-    # is_replicate() first: every layout passes here, and an isinstance that fails takes ten times
-    # as long.
-    if placement.is_replicate() or not isinstance(placement, Shard):
+    # Every layout passes here, and an isinstance that fails takes ten times as long as this.
+    if type(placement) is Replicate or not isinstance(placement, Shard):
         return placement
     dim = placement.dim
     if 0 <= dim < ndim:

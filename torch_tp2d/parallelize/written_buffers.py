@@ -31,7 +31,7 @@ class WrittenBuffers:
     def __init__(self, mesh: DeviceMesh, names: list[str]) -> None:
         self.mesh = mesh
         self.names = names
-        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._before: dict[str, tuple[Tensor, int | None]] = {}
 
     def __deepcopy__(self, memo: Any) -> WrittenBuffers:
         return WrittenBuffers(self.mesh, self.names)
@@ -96,7 +96,7 @@ class WrittenBuffers:
         return {n: x for n, x in found.items() if x is not None and not isinstance(x, DTensor)}
 
 
-def _facts(x: Tensor | None, before: Tensor, version_before: int) -> Tensor:
+def _facts(x: Tensor | None, before: Tensor, version_before: int | None) -> Tensor:
     """Whether a buffer was changed, its shape as a number, rounding, and two sums of its values."""
     if x is None:
         return before.new_zeros(5, dtype=torch.float64)

@@ -50,7 +50,8 @@ def in_backward() -> bool:
 
 def selective_region() -> Any:
     """The region of selective checkpointing that is being run or recomputed; None outside."""
-    return next((mode for mode in dispatch_modes() if isinstance(mode, SELECTIVE_MODES)), None)
+    modes = dispatch_modes()
+    return next((m for m in modes if isinstance(m, SELECTIVE_MODES)), None) if modes else None
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

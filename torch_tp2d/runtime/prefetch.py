@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, takewhile
+from operator import is_
 from typing import Any
 
 import torch
@@ -101,16 +102,20 @@ class _Seen:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found = (getattr(module, name, None) for name in ("weight", "bias"))
-        self.params: list[Any] = [param for param in found if param is not None]
-        changes = [(param.requires_grad, *versions(param)) for param in self.params]
-        self.state = torch.is_grad_enabled(), _autocast(self.params), changes
+        self.params: list[Any] = []
+        self.state: list[Any] = [torch.is_grad_enabled()]
+        for name in ("weight", "bias"):
+            param = getattr(module, name, None)
+            if param is not None:
+                self.params.append(param)
+                self.state += (param.requires_grad, *versions(param))
+        self.state.append(_autocast(self.params))
 
     def still_holds(self, now: _Seen) -> bool:
         return (
             self.state == now.state
             and len(self.params) == len(now.params)
-            and all(a is b for a, b in zip(self.params, now.params, strict=True))
+            and all(map(is_, self.params, now.params))
         )
 
 
@@ -355,8 +360,10 @@ def _begins_unit(entered: Sequence[nn.Module], after: nn.Module) -> bool:
     ``unshard()``. But parameters prepared before that get their gradients only after FSDP2 has
     reduced those of the unit.
     """
-    kinds = (kind for module in (*entered, after) for kind in type(module).__mro__)
-    return any(kind.__name__ == "FSDPModule" for kind in kinds)
+    return any(
+        "FSDPModule" in [kind.__name__ for kind in type(module).__mro__]
+        for module in (*entered, after)
+    )
 
 
 def _is_users(hook: Any) -> bool:

@@ -19,10 +19,7 @@ def versions(x: Any) -> tuple[int | None, ...]:
     made in inference mode has none.
     """
     inside = local_tensor(x)
-    of_shard = None if inside.is_inference() else version(inside)
-    if inside is x:
-        return (of_shard,)
-    return None if x.is_inference() else version(x), of_shard
+    return (version(x),) if inside is x else (version(x), version(inside))
 
 
 def copy_to_compare(x: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -154,6 +154,13 @@ class Call:
             return None
         return self.context.accumulation or None if self.op.cut.row.size > 1 else None
 
+    @property
+    def without_gather(self) -> Call:
+        """The call for backward: a gather that was started would keep the gathered weight alive."""
+        if self.moving is None:
+            return self
+        return Call(self.op, None, self.shards, self.module, self.param, self.context, self.operand)
+
     def gather(self, weight: Tensor) -> Pending:
         """Start the gather of the weight, unless an earlier micro-batch has kept it."""
         kept = self.accumulation
@@ -241,8 +248,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needs = Needs(*ctx.needs_input_grad[:3])
         result = call.op.algorithm.forward(call, needs, x, weight, bias)
-        # Without the gather, which would keep the gathered weight alive.
-        ctx.call = call if call.moving is None else replace(call, moving=None)
+        ctx.call = call.without_gather
         ctx.state = result.state
         ctx.save_for_backward(*result.saved)
         return result.outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -28,16 +28,15 @@ class Cut:
     p: int
     q: int
     replicated: bool = False
+    p_row: tuple[int, ...] = field(init=False)
+    """Extents of P over the mesh rows, those of ``b``'s blocks."""
+    p_col: tuple[int, ...] = field(init=False)
+    """Extents of P over the mesh columns, those of ``a``'s blocks."""
 
-    @property
-    def p_row(self) -> tuple[int, ...]:
-        """Extents of P over the mesh rows, those of ``b``'s blocks."""
-        return self.row.split(self.p)
-
-    @property
-    def p_col(self) -> tuple[int, ...]:
-        """Extents of P over the mesh columns, those of ``a``'s blocks."""
-        return self.col.split(self.p)
+    def __post_init__(self) -> None:
+        # Not computed in each step: that takes longer than a small product.
+        object.__setattr__(self, "p_row", self.row.split(self.p))
+        object.__setattr__(self, "p_col", self.col.split(self.p))
 
 
 class Algorithm(Protocol):

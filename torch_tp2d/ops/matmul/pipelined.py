@@ -14,7 +14,6 @@ For ``torch.compile`` see :mod:`torch_tp2d.ops.matmul.traced`. The weight is tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,8 +102,7 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
         else:
             x.transfer.shard = None
     if not op.keep_weight and needs.x:
-        # Without this call's gather, which would keep the gathered weight alive.
-        gather = replace(call, moving=None).gather
+        gather = call.without_gather.gather
         regather = WeightRegather(call.module, weight, gather, call.known_context)
     state = _State(weight.shape, bias is not None, isinstance(x, Gathering), again, regather)
     return Forward((y,), (kept, b if op.keep_weight else weight), state)
