@@ -42,6 +42,11 @@ class Pool(Scale):
         return x.mean(1) * self.scale
 
 
+class PoolKept(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) * self.scale
+
+
 class Viewed(Scale):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).reshape(*x.shape[:2], -1, 3).sin().flatten(2)
@@ -260,6 +265,27 @@ def test_tokens_that_are_mixed_are_refused() -> None:
             assert "torch_tp2d.Replicate()" in message
         assert {scale, viewed, inside, outside, own} == {"differs by False"}
         assert len(mixed) == 3 and times == "2 times"
+
+
+def _as_many_by_chance() -> str:
+    mesh = grid_mesh(1, 2)
+    _, model = _pair(Model(PoolKept), mesh, _plan(Shard(1), Local2D()))
+    try:
+        model(_ids(4, 3))
+    except ValueError as error:
+        return str(error)
+    return "ran"
+
+
+def test_an_output_that_has_the_tokens_of_the_input_on_one_rank() -> None:
+    """Of three tokens the second column has one, and so has a mean that keeps its dim.
+
+    The first column raised; the second took the mean for its tokens, and waited for the first.
+    """
+    for message, mine in zip(world.run(2, _as_many_by_chance), (2, 1), strict=True):
+        assert "PoolKept(scale (6,)) on mesh (tp_row=1, tp_col=2) was given a" in message
+        assert f"local tensor of shape (4, {mine}, 6)" in message
+        assert "gave one of shape (4, 1, 6)" in message and "on every other rank" in message
 
 
 def test_a_root_of_zero_mixes_no_tokens() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +187,8 @@ class _LocalRunner(Runner):
         own = self.own.replacing(forward, module)
         shares = not self.sees_all, self.has_whole and call.sees_shares
         if call.x is not None and not (self.looked_at or in_graph()):
-            own = refusing_mixed(own, call.x, call.layout, self.grid, self.here, self._looked)
+            x, layout, misfit = call.x, call.layout, partial(self._misfit, call.x, call.layout)
+            own = refusing_mixed(own, x, layout, self.grid, self.here, self._looked, misfit)
         y = run_locally(params, own, args, kwargs, self.grid, shares=shares)
         if self.sees_all:
             return tree_map_only(Tensor, self._of_all, y)
@@ -318,15 +320,13 @@ class _LocalRunner(Runner):
         alike = y.shape[:dims] == x.shape[:dims]
         # The user has said that the input is whole, whatever it is made of; so the output is.
         of_samples = self.certain and layout == self.samples and y.shape[:1] == x.shape[:1]
-        axes = list(zip((grid.row, grid.col), layout, self.samples, strict=True))
-        apart = [axis.name for axis, have, of in axes if axis.size > 1 and have != of]
+        apart = self._apart(layout)
         told = of_samples or (alike and (apart or said_of(x).layout is not None))
         if told and y.is_floating_point():
             y = hand_out(y, self._noted(y, x, call))
         if not apart:
             return self._of_samples(y, call)
         if call.local:
-            # Heads and features that the module puts elsewhere are the user's own to follow.
             by_tokens = dims < x.ndim <= 3 and any(isinstance(p, Shard) for p in layout)
             if alike or not by_tokens:
                 return y
@@ -336,13 +336,22 @@ class _LocalRunner(Runner):
             others = [grid.extent(y, dim, layout) for dim in range(1, y.ndim)]
             y = y.narrow(0, 0, grid.row.split(call.batch)[grid.row.index])
             return to_dtensor(y, layout, grid, (call.batch, *others))
-        raise ValueError(
+        raise self._misfit(x, layout, y)
+
+    def _misfit(self, x: Tensor, layout: Layout, y: Tensor) -> ValueError:
+        return ValueError(
             f"{self.here} was given a local tensor of shape {tuple(x.shape)} in layout {layout} "
             f"and gave one of shape {tuple(y.shape)}, whose layout that does not tell: split over "
-            f"{' and '.join(apart)} a module can only take tokens one by one. Have the module "
-            f"before it hand on full samples, output_layouts={self.samples}, or a DTensor "
-            f"(use_local_output=False) to torch_tp2d.Replicate() in the place of Local2D"
+            f"{' and '.join(self._apart(layout))} a module can only take tokens one by one, here "
+            f"and on every other rank. Have the module before it hand on full samples, "
+            f"output_layouts={self.samples}, or a DTensor (use_local_output=False) to "
+            f"torch_tp2d.Replicate() in the place of Local2D"
         )
+
+    def _apart(self, layout: Layout) -> list[str]:
+        """The mesh axes on which ``layout`` is not that of this row's samples."""
+        axes = zip((self.grid.row, self.grid.col), layout, self.samples, strict=True)
+        return [axis.name for axis, have, of in axes if axis.size > 1 and have != of]
 
     def _noted(self, y: Tensor, x: Tensor, call: _Call) -> Handed:
         """What to note of an output with the tokens of the local input ``x``."""

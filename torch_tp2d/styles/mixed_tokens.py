@@ -41,8 +41,12 @@ def refusing_mixed(
     grid: Grid,
     here: str,
     looked: Callable[[], None],
+    misfit: Callable[[Tensor], ValueError],
 ) -> Callable[..., Any]:
     """``forward``, which refuses to mix tokens of which this rank has a part, where it tells.
+
+    And outputs of other tokens than the input has, on every rank: some rank may have as many by
+    chance, which alone would go on, and wait for the others.
 
     It follows the module's graph back, so that no answer is to be had without gradients, nor in
     what checkpointing runs again: saved tensors that are not there would have it run again.
@@ -51,9 +55,11 @@ def refusing_mixed(
         x, layout: the input whose tokens are meant, and its layout.
         here: names the module, for messages.
         looked: called when the answer holds for the module's later calls too.
+        misfit: the error of an output of other tokens.
 
     Raises:
-        ValueError: on every rank, if an output's token depends on other tokens of the input.
+        ValueError: on every rank, if an output's token depends on other tokens of the input, or if
+            an output has other tokens on some rank.
     """
     if isinstance(x, DTensor) or x.ndim > 3 or not (x.requires_grad and torch.is_grad_enabled()):
         return forward
@@ -67,26 +73,27 @@ def refusing_mixed(
         if isinstance(p, Shard) and axis.size > 1 and p.dim >= first
     ]
     tokens = [dim for dim in split if dim < x.ndim - 1]
-
     if not tokens:
         return forward
+    # Heads and features that the module puts elsewhere are the user's own to follow.
+    by_tokens = Shard(x.ndim - 1) not in layout
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         y = forward(*args, **kwargs)
-        mixed = {
-            dim
-            for one, dim in itertools.product(tree_leaves(y), tokens)
-            if isinstance(one, Tensor)
-            and one.shape[: x.ndim - 1] == x.shape[:-1]
-            and mixes(x, one, dim)
-        }
+        given = [one for one in tree_leaves(y) if _is_local(one)]
+        alike = [one for one in given if one.shape[: x.ndim - 1] == x.shape[:-1]]
+        mixed = {dim for one, dim in itertools.product(alike, tokens) if mixes(x, one, dim)}
         # A rank with one token cannot tell, and has to know what the others can.
         several = all(x.shape[dim] > 1 for dim in tokens)
-        facts = torch.tensor([several, *(dim in mixed for dim in tokens)], device=x.device).long()
+        others = by_tokens and len(alike) < len(given)
+        of_dims = (dim in mixed for dim in tokens)
+        facts = torch.tensor([several, others, *of_dims], device=x.device).long()
         for axis in (grid.col, grid.row):
             if axis.size > 1:
                 facts = gather_facts(facts, axis.process_group)
-        told, *found = facts.view(-1, 1 + len(tokens)).any(0).tolist()
+        told, unfit, *found = facts.view(-1, 2 + len(tokens)).any(0).tolist()
+        if unfit:
+            raise misfit(given[0])
         if any(found):
             dims = " and ".join(str(dim) for dim, of in zip(tokens, found, strict=True) if of)
             raise ValueError(
@@ -100,6 +107,10 @@ def refusing_mixed(
         return y
 
     return refusing
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor)
 
 
 def tell_mixed(x: Tensor, layout: Layout, module: nn.Module, grid: Grid, watch: Watch) -> None:
