@@ -300,6 +300,7 @@ class Grid:
         given: Tensor | None = None,
         shares: tuple[bool, bool] = (False, False),
         by: str = "",
+        fused: bool = False,
     ) -> Tensor:
         """Prepare a local tensor for the user's code between two styles.
 
@@ -316,6 +317,7 @@ class Grid:
             shares: along row and col, whether the gradient that it is given may be this rank's
                 part, where it is whole.
             by: names who hands it out, for messages.
+            fused: the features are those of several projections, of each a part.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
@@ -331,7 +333,9 @@ class Grid:
                 x = torch.cat([x, x.new_zeros(shape)], dim)
         named = (names for names, one in zip(names_of(self.axes), shares, strict=True) if one)
         told = frozenset().union(*named)
-        return hand_out(x, Handed(sizes, layout, x.ndim, self.axes, known, told, by=by))
+        return hand_out(
+            x, Handed(sizes, layout, x.ndim, self.axes, known, told, by=by, fused=fused)
+        )
 
     def redistribute(
         self,

@@ -45,6 +45,8 @@ class Handed(NamedTuple):
     """
     by: str = ""
     """The module that handed it out, for messages."""
+    fused: bool = False
+    """Whether the features are those of several projections, of each a part."""
 
 
 _NOTHING = Handed()

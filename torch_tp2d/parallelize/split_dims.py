@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,37 +23,24 @@ from ..mesh.handed import said_of
 from ..mesh.layouts import Layout, normalize
 from .alike import FACTS, are_alike, facts_of
 from .cut_heads import cut_heads
-from .mixed_features import dims_mixed, dims_reduced, is_wrong_on_dtensors
+from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_wrong_on_dtensors
+from .moved_dims import RESHAPES, VIEWS, Part, moved
+from .partial_sums import PartialSums, dims_summed
+from .user_code import is_local, local_tensors, place_of
 
 __all__ = ["SplitDims"]
 
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SLOTS = 64
 """How many meetings are told the other ranks of."""
 _WRONG = 2
 """In the place of an axis' number, for what is wrong whatever its values."""
 
+_JOIN = ("cat", "concat", "concatenate", "stack")
 _ELEMENTWISE = (
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
     *("add_", "sub_", "mul_", "div_", "masked_fill", "masked_fill_", "lerp", "addcmul"),
     *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__and__", "__or__", "logical_and"),
 )
-_RESHAPES = ("view", "reshape", "flatten", "unflatten")
-_VIEWS = (
-    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze"),
-    *("squeeze", "expand", "chunk", "split", "tensor_split", "unbind", "narrow", "select"),
-    *("__getitem__", "__get__", "t", "adjoint", "view_as_complex", "view_as_real"),
-)
-
-
-class _Part(NamedTuple):
-    """How a dim is split."""
-
-    axis: int
-    """The index of the mesh axis."""
-    of: Literal["features", "tokens", "samples", "several"]
-    """Features or heads; tokens of each sample; samples; several dims in one."""
 
 
 class SplitDims(TorchFunctionMode):
@@ -75,6 +60,9 @@ class SplitDims(TorchFunctionMode):
         self._where: dict[int, str] = {}
         self._of_a_part = WeakIdKeyDictionary()
         """By what was made of all that a rank has of a dim, where that was."""
+        self._sums = PartialSums()
+        self._some = WeakIdKeyDictionary()
+        """By a slice of some of a rank's samples, the first of them."""
         self.refused = ""
         """What was first found wrong, whatever its values."""
 
@@ -86,26 +74,32 @@ class SplitDims(TorchFunctionMode):
         # Reading an attribute is what most calls do, and x.T and x.mT are views.
         if (name == "__get__" and not isinstance(out, Tensor)) or in_graph():
             return out
-        if is_wrong_on_dtensors(name, args, kwargs or {}) and (place := _place(False)) is not None:
+        if is_wrong_on_dtensors(name, args, kwargs or {}) and (place := place_of()) is not None:
             self.refuses(
                 f"in {place} {name} takes a DTensor that is split over the mesh, whose gradient "
                 f"torch divides by the number of elements of a shard, not of all: write the mean "
                 f"out, as in (x - y).square().mean(), or give it x.full_tensor()"
             )
-        given = _local_tensors(args, kwargs)
-        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if _is_local(x)]
+        given = local_tensors(args, kwargs)
+        made = [x for x in (out if isinstance(out, tuple | list) else [out]) if is_local(x)]
         if self._of_a_part and any(x.requires_grad for x in made):
             self.goes_on_with(given)
+        if self._sums and (wrong := self._sums.misused(name, given, made, self._axes_of)):
+            self.refuses(wrong)
         if not any(self._split_dims(x) for x in given):
             return out
+        if made:
+            self._sums_up(name, args, kwargs or {}, given, made[0])
+            self._slices(name, given[0], args, kwargs or {}, made)
         if made and (reduced := dims_reduced(name, args, kwargs or {}, given[0].ndim)) is not None:
             self._reduces(name, given[0], reduced, made[0])
-        if name in _RESHAPES or name in _VIEWS:
+        if name in RESHAPES or name in VIEWS:
             if len(given) == 1 and made:
                 self._follow_view(func, name, given[0], args, kwargs or {}, made)
-        elif len(made) == 1:
+        elif made:
             self._mixes(name, given[0], args, kwargs or {})
-            self._follow(name, given, made[0])
+            if len(made) == 1:
+                self._follow(name, args, kwargs or {}, given, made[0])
         return out
 
     def goes_on_with(self, given: Sequence[Any]) -> None:
@@ -123,12 +117,22 @@ class SplitDims(TorchFunctionMode):
         self._split[x] = self._parts_of(layout, x.ndim)
 
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
-        """Say which dim ``tp_col`` splits, if that is not the one of ``layout``."""
+        """Say how ``x`` lies on the mesh, if that is not as ``layout`` says."""
+        found = self._sums.find(x)
+        if found is not None and not isinstance(layout[found[0]], Partial):
+            return f"that is a sum of this rank's part: {found[1]}"
         wanted = layout[1]
         for dim, (axis, of) in self._split.get(x, {}).items():
             elsewhere = isinstance(wanted, Shard) and dim != wanted.dim
             if axis and of in ("features", "tokens") and elsewhere:
                 return f"of whose dim {dim} each rank has a part along {self.grid.col.name}"
+        return ""
+
+    def fuses(self, x: Tensor, layout: Layout) -> str:
+        """Say which dim holds several projections' features, if ``layout`` splits it as one's."""
+        for dim, (axis, of) in self._split_dims(x).items():
+            if axis and of == "fused" and layout[1] == Shard(dim):
+                return f"whose dim {dim} holds a part of each of several projections, side by side"
         return ""
 
     def refuses(self, said: str) -> None:
@@ -141,7 +145,7 @@ class SplitDims(TorchFunctionMode):
 
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
         """Note ``other``, if in a dim that is split of ``x`` it is not, but as large as a part."""
-        if not (_is_local(x) and _is_local(other)) or len(self._found) == _SLOTS:
+        if not (is_local(x) and is_local(other)) or len(self._found) == _SLOTS:
             return
         whole = self._split_dims(other)
         for dim, (axis, of) in self._split_dims(x).items():
@@ -155,7 +159,7 @@ class SplitDims(TorchFunctionMode):
                 or at in whole
             ):
                 continue
-            if (place := _place(by_style)) is None:
+            if (place := place_of(by_style)) is None:
                 return
             self._met[place] += 1
             if self._met[place] > 2:
@@ -212,32 +216,43 @@ class SplitDims(TorchFunctionMode):
                             f"part"
                         )
 
-    def _split_dims(self, x: Tensor) -> dict[int, _Part]:
+    def _split_dims(self, x: Tensor) -> dict[int, Part]:
         note = said_of(x)
         if note.layout is not None and note.axes is not None and note.ndim == x.ndim:
-            return self._parts_of(on_mesh(normalize(note.layout, note.ndim), note.axes), note.ndim)
-        known: dict[int, _Part] = self._split.get(x, {})
+            layout = on_mesh(normalize(note.layout, note.ndim), note.axes)
+            return self._parts_of(layout, note.ndim, fused=note.fused)
+        known: dict[int, Part] = self._split.get(x, {})
         return known
 
-    def _parts_of(self, layout: Layout, ndim: int) -> dict[int, _Part]:
-        found: dict[int, _Part] = {}
+    def _axes_of(self, x: Tensor) -> set[int]:
+        return {axis for axis, _ in self._split_dims(x).values()}
+
+    def _parts_of(self, layout: Layout, ndim: int, *, fused: bool = False) -> dict[int, Part]:
+        found: dict[int, Part] = {}
         for number, (axis, p) in enumerate(
             zip((self.grid.row, self.grid.col), layout, strict=True)
         ):
             if axis.size > 1 and type(p) is Shard:
+                features: Any = "fused" if fused else "features"
                 last = 1 < ndim == p.dim + 1
-                found[p.dim] = _Part(
-                    number, "samples" if not p.dim else "features" if last else "tokens"
+                found[p.dim] = Part(
+                    number, "samples" if not p.dim else features if last else "tokens"
                 )
         return found
 
-    def _follow(self, name: str, given: list[Tensor], made: Tensor) -> None:
+    def _follow(
+        self, name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor], made: Tensor
+    ) -> None:
         """Functions that do not move dims: of single elements, and products."""
         if name.endswith("_like"):
             return
-        product, joined = name in ("matmul", "__matmul__", "bmm"), name in ("cat", "stack")
+        product, joined = name in ("matmul", "__matmul__", "bmm"), name in _JOIN
+        along = kwargs.get("dim", args[1] if len(args) > 1 else 0) if joined else None
+        along = along % made.ndim if type(along) is int else None
         elementwise = name in _ELEMENTWISE
-        found: dict[int, _Part] = {}
+        if elementwise and self._some.data:
+            self._follow_some(name, given, made)
+        found: dict[int, Part] = {}
         for x in given[:1] if product else given:
             split = self._split_dims(x)
             if elementwise and split:
@@ -248,9 +263,11 @@ class SplitDims(TorchFunctionMode):
                 self._meets(x, given[3])
             last = x.ndim - 1 if product else x.ndim
             if joined:
-                same = enumerate(zip(made.shape, x.shape, strict=False))
-                kept = {dim for dim, (size, of) in same if size == of and made.ndim == x.ndim}
-                found |= {dim: part for dim, part in split.items() if dim in kept}
+                for dim, part in split.items() if made.ndim == x.ndim else ():
+                    if dim != along:
+                        found[dim] = part
+                    elif part.of in ("features", "fused"):
+                        found[dim] = part._replace(of="fused")
             elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
                 ahead = made.ndim - x.ndim
                 found |= {dim + ahead: part for dim, part in split.items() if dim < last}
@@ -259,14 +276,32 @@ class SplitDims(TorchFunctionMode):
         if found:
             self._split[made] = found
 
+    def _follow_view(
+        self, func: Any, name: str, x: Tensor, args: Any, kwargs: Any, made: list[Tensor]
+    ) -> None:
+        """Functions that move dims."""
+        split = dict(self._split_dims(x))
+        for dim in dims_sliced(name, args, kwargs, x.ndim):
+            if dim in split and split[dim].of == "fused":
+                # One of the projections, for what follows.
+                split[dim] = split[dim]._replace(of="features")
+        for y, found in moved(func, name, x, split, args, kwargs, made, self._cuts):
+            self._split[y] = found
+
     def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any]) -> None:
         split = self._split_dims(x)
         alone = dims_reduced(name, args, kwargs, x.ndim) is None
-        kinds = ("features", "samples") if alone else ("features",)
+        kinds = ["features", "fused", *(["samples"] if alone else [])]
+        # Of what has no gradient the graph does not tell that tokens were mixed.
+        kinds += ["tokens"] if name in ("argmax", "argmin", "argsort", "batch_norm") else []
+        by_style = name == "scaled_dot_product_attention"  # Which dropout passes on.
         for dim in dims_mixed(name, args, kwargs, x.ndim):
-            if dim in split and split[dim].of in kinds and (place := _place(False)) is not None:
+            if dim not in split or split[dim].of not in kinds:
+                continue
+            if (place := place_of(by_style)) is not None:
                 axis = (self.grid.row, self.grid.col)[split[dim].axis]
-                of = "features or heads" if split[dim].of == "features" else "samples"
+                kind = split[dim].of
+                of = kind if kind in ("samples", "tokens") else "features or heads"
                 self.refuses(
                     f"in {place} {name} takes dim {dim} of a tensor of shape {tuple(x.shape)} for "
                     f"all {of}, but each rank has a part of them along {axis.name}. Write it as a "
@@ -276,11 +311,79 @@ class SplitDims(TorchFunctionMode):
                 )
                 return
 
+    def _follow_some(self, name: str, given: list[Tensor], made: Tensor) -> None:
+        """Slices of some samples, which are to meet no others."""
+        some = {self._some[x] for x in given if x in self._some}
+        of_all = (x for x in given if x not in self._some)
+        if len(some) == 1 and not any(
+            p.of == "samples" for x in of_all for p in self._split_dims(x).values()
+        ):
+            (self._some[made],) = some
+        elif some and (place := place_of()) is not None:
+            self.refuses(
+                f"in {place} {name} takes samples of a slice together with others, but each rank "
+                f"has a part of them along {self.grid.row.name}, and would take others. Let the "
+                f"module before it hand on a DTensor (use_local_output=False), or write this as a "
+                f"module under torch_tp2d.Replicate(), which computes on DTensors"
+            )
+
+    def _sums_up(
+        self, name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor], y: Tensor
+    ) -> None:
+        """Functions that add up, of which the ranks' results are the terms of a sum."""
+        for x, dims in zip(given, dims_summed(name, args, kwargs, given), strict=False):
+            split = self._split_dims(x)
+            for dim in dims:
+                if dim in split and (place := place_of()) is not None:
+                    axis = (self.grid.row, self.grid.col)[split[dim].axis]
+                    whole = "all of it (output_layouts=Replicate()) or "
+                    said = (
+                        f"in {place} {name} adds up dim {dim} of a tensor of shape "
+                        f"{tuple(x.shape)}, but each rank has a part of it along {axis.name}, and "
+                        f"goes on with its own sum as if it were that of all. Let the module "
+                        f"before it hand on {'' if split[dim].of == 'samples' else whole}a DTensor "
+                        f"(use_local_output=False), write this as a module under "
+                        f"torch_tp2d.Replicate(), which computes on DTensors, or sum over the "
+                        f"ranks first"
+                    )
+                    self._sums.note(y, split[dim].axis, said)
+
+    def _slices(
+        self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], made: list[Tensor]
+    ) -> None:
+        """Functions that take some of the features, which would be some of each rank's."""
+        split = self._split_dims(x)
+        for dim in dims_sliced(name, args, kwargs, x.ndim):
+            all_of_it = made[0].ndim == x.ndim and made[0].shape[dim] == x.shape[dim]
+            if dim not in split or all_of_it:
+                continue
+            if split[dim].of == "samples" and x.stride(dim):
+                for y in made if made[0].ndim == x.ndim else ():
+                    self._some[y] = (y.storage_offset() - x.storage_offset()) // x.stride(dim)
+            if split[dim].of != "features":
+                continue
+            if (place := place_of()) is not None:
+                axis = (self.grid.row, self.grid.col)[split[dim].axis]
+                self.refuses(
+                    f"in {place} {name} takes some entries of dim {dim} of a tensor of shape "
+                    f"{tuple(x.shape)}, but each rank has a part of them along {axis.name}, and "
+                    f"would take others. If the module before it holds several projections side by "
+                    f"side, say so by its parts=; else let it hand on all of them "
+                    f"(output_layouts=Replicate()), or a DTensor (use_local_output=False)"
+                )
+
+    def _cuts(self, sizes: Sequence[int], axis: int) -> None:
+        """Features that are cut into heads, of ``sizes``."""
+        ranks = (self.grid.row, self.grid.col)[axis].size
+        wrong = cut_heads(inspect.currentframe(), sizes, ranks)
+        if wrong and place_of() is not None:
+            self.refuses(wrong)
+
     def _reduces(self, name: str, x: Tensor, reduced: Sequence[int], y: Tensor) -> None:
         """Functions that make one number of many."""
         split = self._split_dims(x)
         parts = [dim for dim in reduced if dim in split]
-        if parts and y.requires_grad and (place := _place(False)) is not None:
+        if parts and y.requires_grad and (place := place_of()) is not None:
             axis = (self.grid.row, self.grid.col)[split[parts[0]].axis]
             self._of_a_part[y] = (
                 f"in {place} {name} takes all of dim {parts[0]} of a tensor of shape "
@@ -295,90 +398,3 @@ class SplitDims(TorchFunctionMode):
             there = split.keys() - {*reduced}
             if left := {at: split[dim] for at, dim in enumerate(kept) if dim in there}:
                 self._split[y] = left
-
-    def _follow_view(
-        self, func: Any, name: str, x: Tensor, args: Any, kwargs: Any, made: list[Tensor]
-    ) -> None:
-        """Functions that move dims: strides tell where those of a contiguous twin have gone."""
-        split = self._split_dims(x)
-        with torch.no_grad(), disable_current_modes():
-            # A dim of one, or of none, has no stride of its own.
-            shape = [2 if at in split and size < 2 else size for at, size in enumerate(x.shape)]
-            if name in _RESHAPES:
-                twin = torch.empty(x.shape, dtype=x.dtype, device="meta")
-                moved: Any = [twin.view(made[0].shape)]
-            else:
-                twin = torch.empty(shape, dtype=x.dtype, device="meta")
-                try:
-                    moved = func(*(twin if one is x else one for one in args), **kwargs)
-                except (IndexError, RuntimeError):
-                    return
-                moved = moved if isinstance(moved, tuple | list) else [moved]
-        for y, like in zip(made, moved, strict=False):
-            if not isinstance(like, Tensor) or y.ndim != like.ndim:
-                continue
-            found: dict[int, _Part] = {}
-            for dim, part in split.items():
-                if name in _RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
-                    found[dim] = part
-                    continue
-                if name in _RESHAPES and part.of in ("samples", "several"):
-                    # Taken apart again, a dim of one among them would be lost.
-                    if dim == 0 and y.shape[0] > x.shape[0]:
-                        found[0] = _Part(part.axis, "several")
-                    continue
-                if name in _RESHAPES and 0 < dim == x.ndim - 1 and y.ndim > x.ndim:
-                    ranks = (self.grid.row, self.grid.col)[part.axis].size
-                    wrong = cut_heads(inspect.currentframe(), y.shape[dim:], ranks)
-                    if wrong and _place(False) is not None:
-                        self.refuses(wrong)
-                    # Features become heads and features of each: the heads are split.
-                    if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
-                        found[dim] = part
-                    continue
-                least, end = twin.stride(dim), twin.stride(dim) * twin.shape[dim]
-                there = [
-                    (like.stride(at), at)
-                    for at in range(like.ndim)
-                    if like.shape[at] > 1
-                    and least <= like.stride(at)
-                    and like.stride(at) * like.shape[at] <= end
-                ]
-                if there:
-                    found[max(there)[1]] = part
-                    continue
-                for at in range(like.ndim):
-                    if like.stride(at) <= least and end <= like.stride(at) * like.shape[at]:
-                        found[at] = _Part(part.axis, "several")
-            if found:
-                self._split[y] = found
-
-
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor)
-
-
-def _local_tensors(args: Any, kwargs: dict[str, Any] | None) -> list[Tensor]:
-    """Those among the arguments of one of torch's functions, and in their lists and tuples."""
-    found: list[Tensor] = []
-    for given in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(given, tuple | list):
-            found += filter(_is_local, given)
-        elif _is_local(given):
-            found.append(given)
-    return found
-
-
-def _place(by_style: bool) -> str | None:
-    """The file and line of the user's code that calls a function; None if a style does."""
-    frame: Any = inspect.currentframe()
-    while frame is not None:
-        path = frame.f_code.co_filename
-        # A mode around it stands between a function and who calls it.
-        passes_on = path == __file__ or frame.f_code.co_name == "__torch_function__"
-        if path.startswith(_PACKAGE) and not (passes_on or by_style):
-            return None
-        if not path.startswith((_PACKAGE, _TORCH)):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None

@@ -70,7 +70,10 @@ class Watch(Protocol):
         """The user's code has made a tensor, and the user says its layout on the mesh by a pair."""
 
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
-        """Which dim ``tp_col`` splits of a tensor, if on the mesh ``layout`` splits another."""
+        """How a tensor lies on the mesh, if not as ``layout`` says; else empty."""
+
+    def fuses(self, x: Tensor, layout: Layout) -> str:
+        """Which dim holds several projections, of each a part, if ``layout`` splits it as one."""
 
     def refuses(self, said: str) -> None:
         """The user's code is wrong where a rank has a part, as tokens made of others of it are.

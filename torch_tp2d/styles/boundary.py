@@ -261,11 +261,20 @@ def _with_own_parts(
 
 
 def check_handed(
-    x: Tensor, declared: Layout, module: nn.Module, grid: Grid, *, certain: bool = False
+    x: Tensor,
+    declared: Layout,
+    module: nn.Module,
+    grid: Grid,
+    *,
+    certain: bool = False,
+    takes_fused: bool = False,
 ) -> None:
     """Refuse a local tensor that a style has handed out in another layout than is declared.
 
     And one that is made of such: :func:`~torch_tp2d.styles.provenance.check_made_of`.
+
+    Args:
+        takes_fused: the module may take features of several projections, of each a part.
 
     Raises:
         ValueError: on every rank alike.
@@ -283,7 +292,8 @@ def check_handed(
     watch = grid.context.watch
     if watch is not None and not certain:
         there = on_mesh(normalize(declared, x.ndim), grid.axes)
-        if elsewhere := watch.lies_elsewhere(x, there):
+        elsewhere = watch.lies_elsewhere(x, there)
+        if elsewhere := elsewhere or ("" if takes_fused else watch.fuses(x, there)):
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local "
                 f"tensor in layout {normalize(declared, x.ndim)}, but is given one of shape "
@@ -306,6 +316,7 @@ class Exit:
         grad_layouts: where this is Partial and ``wanted`` Replicate, the gradient of a local
             output is partial, and is summed.
         by: the module, for messages.
+        fused: the features are those of several projections, of each a part.
     """
 
     grid: Grid
@@ -315,6 +326,7 @@ class Exit:
     use_local_output: bool
     grad_layouts: Layout | None = None
     by: str = ""
+    fused: bool = False
 
     def output(self, y: Tensor, sizes: Sizes | None, have: Layout | None = None) -> Tensor:
         """A local result as the module's output.
@@ -337,7 +349,8 @@ class Exit:
             y, src, wanted, features=features, shape=shape, partial_grad=(shares[0], shares[1])
         )
         if self.use_local_output:
-            return grid.with_stand_in(y, wanted, sizes, shares=(shares[0], shares[1]), by=self.by)
+            own = shares[0], shares[1]
+            return grid.with_stand_in(y, wanted, sizes, shares=own, by=self.by, fused=self.fused)
         return to_dtensor(y, wanted, grid, shape, features)
 
 

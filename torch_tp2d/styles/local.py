@@ -249,7 +249,7 @@ class _LocalRunner(Runner):
         else:
             layout = self._found(module, x)
         layout = normalize(layout, x.ndim)
-        check_handed(x, layout, module, grid, certain=self.certain)
+        check_handed(x, layout, module, grid, certain=self.certain, takes_fused=True)
         parts = parts_asked(x, layout, module, grid)
         if declared is None and grid.row.size > 1 and layout[0].is_replicate() and not parts[0]:
             raise ValueError(

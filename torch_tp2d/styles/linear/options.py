@@ -142,7 +142,8 @@ class MatmulOptions(GridStyle):
     def exit(self, grid: Grid, gives: Layout, features: int, by: str) -> Exit:
         """How the result leaves, for an op that gives it in layout ``gives``."""
         local, grads = self.use_local_output, self.grad_layouts
-        return Exit(grid, gives, self.output_layouts, features, local, grads, by)
+        fused = self.parts != 1
+        return Exit(grid, gives, self.output_layouts, features, local, grads, by, fused)
 
     def __repr__(self) -> str:
         options = {

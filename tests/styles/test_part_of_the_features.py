@@ -1,0 +1,283 @@
+"""What the user's code makes of a part of the features, samples or tokens: right, or refused.
+
+Sums that nobody adds up over the ranks, functions of all features, some of the features, features
+of several modules side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from support import world
+from support.marks import deep
+from support.models import grid_mesh
+from support.one_module import Between, gradients
+from torch_tp2d import Colwise2D, Local2D, Rowwise2D, parallelize_module
+
+WIDTH, WIDE, HEAD, VOCAB = 12, 32, 4, 11
+Act = Callable[[Tensor], Tensor]
+
+
+class Middle(nn.Module):
+    def __init__(self, act: Act, out: int, into: int) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(WIDTH, out), nn.Linear(into, WIDTH), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+class Acts(nn.Module):
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _attention(x: Tensor) -> Tensor:
+    return torch.softmax(x @ x.mT / 4, -1) @ x
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    return x.square().sum(-1, keepdim=True)
+
+
+SUMS: dict[str, Act] = {
+    "matmul": _attention,
+    "bmm": lambda x: torch.bmm(torch.bmm(x, x.transpose(1, 2)).softmax(-1), x),
+    "einsum": lambda x: torch.einsum("btd,bsd->bts", x, x).softmax(-1) @ x,
+    "sum": lambda x: x * torch.rsqrt(_sum_of_squares(x) + 1),
+    "linalg_vecdot": lambda x: x * torch.linalg.vecdot(x, x)[..., None],
+    "inner": lambda x: x + torch.inner(x, x[0, 0]).sigmoid()[..., None],
+    "tensordot": lambda x: x / (1 + torch.tensordot(x, x, ([2], [2])).square().mean()),
+}
+ALL_OF_THEM: dict[str, Act] = {
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "topk": lambda x: x * x.topk(2).values.detach().mean((0, 1, 2)),
+    "sort": lambda x: x.sort().values,
+    "argmax": lambda x: x * (1 + x.argmax(-1, keepdim=True)),
+    "cdist": lambda x: torch.softmax(-torch.cdist(x, x), -1) @ x,
+    "cosine_similarity": lambda x: x * F.cosine_similarity(x, x.roll(1, 1), -1)[..., None],
+    "cumprod": lambda x: x.cumprod(-1),
+    "conv1d": lambda x: F.conv1d(x, x.new_ones(5, 1, 3), padding=1, groups=5),
+}
+SOME_OF_THEM: dict[str, Act] = {
+    "chunk": lambda x: torch.cat([_gated(x), _gated(x)], -1),
+    "split": lambda x: torch.cat(x.split([x.shape[-1] // 2] * 2, -1)[::-1], -1),
+    "__getitem__": lambda x: x * x[..., :1],
+    "select": lambda x: x + x.select(-1, 0)[..., None],
+    "glu": lambda x: torch.cat([F.glu(x), F.glu(x)], -1),
+}
+
+
+class Case(NamedTuple):
+    """An act between an up and a down of so many features, and entries of the plan."""
+
+    act: Act
+    out: int = WIDE
+    into: int = WIDE
+    up: Colwise2D | None = None
+    more: dict[str, Any] | None = None
+
+
+def _added_up(x: Tensor) -> Tensor:
+    total = funcol.all_reduce(_sum_of_squares(x).detach(), "sum", dist.group.WORLD)
+    return x / (1 + total)
+
+
+def _added_up_in_place(x: Tensor) -> Tensor:
+    total = _sum_of_squares(x).detach() / WIDE
+    dist.all_reduce(total)
+    return x * torch.rsqrt(1 + total)
+
+
+class _Total(torch.autograd.Function):
+    """A sum over the ranks, each of which has its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _Total.forward(ctx, grad)
+
+
+def _added_up_and_learnt(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(1 + _Total.apply(_sum_of_squares(x)))
+
+
+FUSED = Colwise2D(parts=2)
+ONE_DEVICE: dict[str, Act] = {
+    "added up": lambda x: x / (1 + _sum_of_squares(x).detach()),
+    "added up in place": lambda x: x * torch.rsqrt(1 + _sum_of_squares(x).detach() / WIDE),
+    "added up and learnt": lambda x: x * torch.rsqrt(1 + _sum_of_squares(x)),
+}
+RIGHT = {
+    "added up": Case(_added_up),
+    "added up in place": Case(_added_up_in_place),
+    "added up and learnt": Case(_added_up_and_learnt),
+    "chunk of two": Case(_gated, 2 * WIDE, WIDE, FUSED),
+    "glu of two": Case(lambda x: F.glu(x.tanh()), 2 * WIDE, WIDE, FUSED),
+    "slices of two": Case(
+        lambda x: x[..., : x.shape[-1] // 2] * x[..., x.shape[-1] // 2 :], 2 * WIDE, WIDE, FUSED
+    ),
+    "every second": Case(
+        lambda x: x[..., ::2] * x[..., 1::2].sigmoid(), 2 * WIDE, WIDE, Colwise2D(parts=1)
+    ),
+    "joined and taken apart": Case(lambda x: _gated(torch.cat([x, x.sin()], -1))),
+    "two in a module": Case(
+        Acts(_gated), 2 * WIDE, WIDE, FUSED, {"act": Local2D(input_layouts=Shard(-1))}
+    ),
+    "sums of each head": Case(lambda x: (_heads(x) / (1 + _sum_of_squares(_heads(x)))).flatten(2)),
+    "attention of each head": Case(
+        lambda x: _attention(_heads(x).transpose(1, 2)).transpose(1, 2).flatten(2)
+    ),
+    "linear attention of each head": Case(
+        lambda x: torch.einsum(
+            "bnhd,bhde->bnhe", _heads(x), torch.einsum("bnhd,bnhe->bhde", _heads(x), _heads(x))
+        ).flatten(2)
+    ),
+    "whole": Case(
+        _attention,
+        up=Colwise2D(output_layouts=Replicate()),
+        more={"down": Rowwise2D(input_layouts=Replicate(), output_layouts=Replicate())},
+    ),
+    "on DTensors": Case(
+        lambda x: x / (1 + _sum_of_squares(x)), up=Colwise2D(use_local_output=False)
+    ),
+}
+JOINED = {
+    "joined": Case(lambda x: torch.cat([x, x.sin()], -1), WIDE, 2 * WIDE),
+    "two that are not taken apart": Case(F.gelu, 2 * WIDE, 2 * WIDE, FUSED),
+}
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, HEAD))
+
+
+def _said(rows: int, columns: int) -> dict[str, str]:
+    mesh, said = grid_mesh(rows, columns), {}
+    wrong = {name: Case(act) for name, act in (SUMS | ALL_OF_THEM | SOME_OF_THEM).items()}
+    for name, case in (wrong | RIGHT | JOINED).items():
+        if "added" in name and rows > 1:
+            continue
+        model = Between(VOCAB, WIDTH, lambda case=case: Middle(*case[:3])).double()
+        reference = copy.deepcopy(model)
+        reference.middle.act = ONE_DEVICE.get(name, case.act)
+        ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
+        plan = {
+            "embed": Rowwise2D(output_layouts=Replicate()),
+            "middle.up": case.up or Colwise2D(),
+            "middle.down": Rowwise2D(output_layouts=Replicate()),
+            "head": Colwise2D(use_local_output=False),
+        }
+        parallelize_module(
+            model, mesh, plan | {f"middle.{key}": x for key, x in (case.more or {}).items()}
+        )
+        try:
+            for y in (model(ids).full_tensor(), reference(ids)):
+                F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+            said[name] = f"differs by {max(gradients(reference, model).values()) > 1e-10}"
+        except ValueError as error:
+            said[name] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return said
+
+
+@pytest.mark.parametrize("rows,columns", [(1, 2), deep(2, 2), deep(1, 4)])
+def test_what_is_made_of_a_part_of_the_features(rows: int, columns: int) -> None:
+    """Attention of one head, a norm by a sum, the best two features: of a rank's own, in silence.
+
+    Only means, maxima and the like were looked at, not what is added up in a product or by a sum,
+    sorted, or cut out.
+    """
+    for said in world.run(rows * columns, _said, rows, columns):
+        for name in SUMS | ALL_OF_THEM | SOME_OF_THEM:
+            message = said.pop(name)
+            assert "test_part_of_the_features.py:" in message and f" {name} " in message, message
+            assert "along tp_col" in message and "Replicate()" in message, message
+        for name in JOINED:
+            assert "side by side" in said.pop(name)
+        assert set(said.values()) == {"differs by False"}, said
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.batch_norm(x.mT, None, None, training=True).mT
+
+
+def _halves(x: Tensor) -> Tensor:
+    a, b = x.chunk(2)
+    return torch.cat([a * b.sigmoid(), b])
+
+
+OF_SAMPLES: dict[str, Act] = {
+    "sum": lambda x: x * x.sum(0, keepdim=True).sigmoid(),
+    "sort": lambda x: x.sort(0).values,
+    "batch_norm": _norm,
+    "add": lambda x: x + x[:1],
+    "mul": _halves,
+}
+OF_TOKENS: dict[str, Act] = {
+    "sum": lambda x: x * x.sum(1, keepdim=True).sigmoid(),
+    "matmul": lambda x: x @ (x.mT @ x),
+    "argmax": lambda x: x * (1 + x.argmax(1, keepdim=True)),
+    "batch_norm": _norm,
+}
+ONE_BY_ONE: dict[str, Act] = {
+    "slices": lambda x: torch.cat([F.gelu(one) * one for one in x.split(1)]),
+    "single ones": lambda x: torch.stack([x[at] + x[at].mean(-1, True) for at in range(len(x))]),
+    "sums of features": lambda x: x / (1 + _sum_of_squares(x)),
+}
+
+
+def _between(rows: int, columns: int) -> dict[str, str]:
+    mesh, said = grid_mesh(rows, columns), {}
+    stream = Shard(1) if rows == 1 else Replicate()
+    for name, act in ((OF_TOKENS if rows == 1 else OF_SAMPLES) | ONE_BY_ONE).items():
+        model = Between(VOCAB, WIDTH, lambda act=act: Acts(act)).double()
+        reference = copy.deepcopy(model)
+        ids = torch.randint(0, VOCAB, (8, 6), generator=torch.Generator().manual_seed(1))
+        plan = {
+            "embed": Rowwise2D(output_layouts=stream),
+            "head": Colwise2D(input_layouts=stream, use_local_output=False),
+        }
+        parallelize_module(model, mesh, plan)
+        try:
+            for y in (model(ids).full_tensor(), reference(ids)):
+                F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+            said[name] = f"differs by {max(gradients(reference, model).values()) > 1e-10}"
+        except ValueError as error:
+            said[name] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return said
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 1), deep(4, 1), (1, 2)])
+def test_what_is_made_of_a_part_of_the_samples_or_tokens(rows: int, columns: int) -> None:
+    """Sums of a rank's own samples, the first of them for all, and which token is largest."""
+    for said in world.run(rows * columns, _between, rows, columns):
+        for name in OF_TOKENS if rows == 1 else OF_SAMPLES:
+            message = said.pop(name)
+            assert "test_part_of_the_features.py:" in message and f" {name} " in message, message
+            assert "torch_tp2d.Replicate()" in message, message
+        assert set(said.values()) == {"differs by False"}, said

@@ -1,0 +1,95 @@
+"""Follows split dims through functions that move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import disable_current_modes
+
+__all__ = ["RESHAPES", "VIEWS", "Part", "moved"]
+
+RESHAPES = ("view", "reshape", "flatten", "unflatten")
+VIEWS = (
+    *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze"),
+    *("squeeze", "expand", "chunk", "split", "tensor_split", "unbind", "narrow", "select"),
+    *("__getitem__", "__get__", "t", "adjoint", "view_as_complex", "view_as_real"),
+)
+
+
+class Part(NamedTuple):
+    """How a dim is split."""
+
+    axis: int
+    """The index of the mesh axis."""
+    of: Literal["features", "fused", "tokens", "samples", "several"]
+    """Features or heads; those of several projections, of each a part; tokens of each sample;
+    samples; several dims in one."""
+
+
+def moved(
+    func: Any,
+    name: str,
+    x: Tensor,
+    split: Mapping[int, Part],
+    args: Any,
+    kwargs: Any,
+    made: Sequence[Tensor],
+    cuts: Callable[[Sequence[int], int], None],
+) -> Iterator[tuple[Tensor, dict[int, Part]]]:
+    """What was made of ``x``, and how its dims are split: strides of a contiguous twin tell.
+
+    Args:
+        cuts: is told the sizes of the dims that split features are cut into, and the axis.
+    """
+    with torch.no_grad(), disable_current_modes():
+        # A dim of one, or of none, has no stride of its own.
+        shape = [2 if at in split and size < 2 else size for at, size in enumerate(x.shape)]
+        if name in RESHAPES:
+            twin = torch.empty(x.shape, dtype=x.dtype, device="meta")
+            twins: Any = [twin.view(made[0].shape)]
+        else:
+            twin = torch.empty(shape, dtype=x.dtype, device="meta")
+            try:
+                twins = func(*(twin if one is x else one for one in args), **kwargs)
+            except (IndexError, RuntimeError):
+                return
+            twins = twins if isinstance(twins, tuple | list) else [twins]
+    for y, like in zip(made, twins, strict=False):
+        if not isinstance(like, Tensor) or y.ndim != like.ndim:
+            continue
+        found: dict[int, Part] = {}
+        for dim, part in split.items():
+            if name in RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
+                found[dim] = part
+                continue
+            if name in RESHAPES and part.of in ("samples", "several"):
+                # Taken apart again, a dim of one among them would be lost.
+                if dim == 0 and y.shape[0] > x.shape[0]:
+                    found[0] = Part(part.axis, "several")
+                continue
+            if name in RESHAPES and 0 < dim == x.ndim - 1 and y.ndim > x.ndim:
+                cuts(y.shape[dim:], part.axis)
+                # Features become heads and features of each: the heads are split.
+                if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
+                    found[dim] = part
+                continue
+            least, end = twin.stride(dim), twin.stride(dim) * twin.shape[dim]
+            there = [
+                (like.stride(at), at)
+                for at in range(like.ndim)
+                if like.shape[at] > 1
+                and least <= like.stride(at)
+                and like.stride(at) * like.shape[at] <= end
+            ]
+            if there:
+                found[max(there)[1]] = part
+                continue
+            for at in range(like.ndim):
+                if like.stride(at) <= least and end <= like.stride(at) * like.shape[at]:
+                    found[at] = Part(part.axis, "several")
+        if found:
+            yield y, found

@@ -1,0 +1,153 @@
+"""Sums over a rank's part of a dim, which are that of all only when the ranks' are added up.
+
+The user's code may do so, and until then whatever is linear in them: scale them, move their dims,
+add them to each other. Anything else is made of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._torch_compat import disable_current_modes
+
+__all__ = ["PartialSums", "dims_summed"]
+
+_PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "mul", "multiply")
+_ADD = ("add", "radd", "iadd", "sub", "rsub", "isub", "cat", "concat", "stack", "where")
+_DIVIDE = ("div", "divide", "true_divide", "idiv", "itruediv")
+_LINEAR = (
+    *("neg", "clone", "contiguous", "to", "float", "double", "half", "bfloat16", "type_as"),
+    *("view", "reshape", "flatten", "unflatten", "transpose", "swapaxes", "permute", "movedim"),
+    *("unsqueeze", "squeeze", "expand", "expand_as", "chunk", "split", "unbind", "narrow"),
+    *("select", "getitem", "get", "t", "sum", "mean", "masked_fill", "imul", "repeat"),
+)
+_TOGETHER = (
+    *("softmax", "log_softmax", "softmin", "logsumexp", "sigmoid", "logsigmoid", "tanh", "relu"),
+    *("gelu", "silu", "elu", "leaky_relu", "softplus", "mish", "hardtanh", "clamp", "clamp_min"),
+    *("clamp_max", "clip", "exp", "exp2", "expm1", "log", "log2", "log1p", "log10", "sqrt"),
+    *("rsqrt", "reciprocal", "square", "pow", "rpow", "abs", "absolute", "sin", "cos", "erf"),
+    *("rdiv", "rtruediv", "max", "amax", "min", "amin", "maximum", "minimum", "norm", "normalize"),
+    *("vector_norm", "layer_norm", "rms_norm", "topk", "sort", "argmax", "argmin", "cross_entropy"),
+    *("var", "std", "prod", "cumprod", "atan2", "hypot", "scaled_dot_product_attention"),
+)
+"""Functions of which that of a sum is not the sum of those of its terms."""
+
+
+class _Sum(NamedTuple):
+    axis: int
+    """The index of the mesh axis whose ranks have the other terms."""
+    said: str
+    values: Tensor
+    """A copy, to tell whether the sum was added up in place since."""
+
+
+class PartialSums:
+    """Follows partial sums through torch's functions."""
+
+    def __init__(self) -> None:
+        self._known = WeakIdKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._known.data)
+
+    def note(self, x: Tensor, axis: int, said: str) -> None:
+        """Take ``x`` for a sum over this rank's part, of which ``said`` tells the place."""
+        with torch.no_grad(), disable_current_modes():
+            self._known[x] = _Sum(axis, said, x.detach().clone())
+
+    def find(self, x: Tensor) -> tuple[int, str] | None:
+        """The axis and the place of a partial sum; None if ``x`` is none, or none any more."""
+        known: _Sum | None = self._known.get(x)
+        if known is None:
+            return None
+        with torch.no_grad(), disable_current_modes():
+            if not torch.equal(x.detach(), known.values):
+                del self._known[x]
+                return None
+        return known.axis, known.said
+
+    def misused(
+        self,
+        name: str,
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        axes_of: Callable[[Tensor], set[int]],
+    ) -> str:
+        """What a partial sum is of that this function takes for all of it; empty if it takes none.
+
+        Args:
+            axes_of: the axes that split a tensor.
+        """
+        name = name.removeprefix("linalg_").strip("_")
+        sums = {at: found for at, x in enumerate(given) if (found := self.find(x)) is not None}
+        if not sums:
+            return ""
+        axis, said = next(iter(sums.values()))
+        others = [x for at, x in enumerate(given) if at not in sums]
+        product, divides = name in _PRODUCTS, name in _DIVIDE
+        wrong = (
+            name in _TOGETHER
+            or (product and len(sums) > 1)
+            or (divides and 1 in sums)
+            or ((product or divides or name in _ADD) and any(axis in axes_of(x) for x in others))
+        )
+        if wrong:
+            return said
+        if product or divides or name in _ADD or name in _LINEAR:
+            for x in made:
+                self.note(x, axis, said)
+        return ""
+
+
+def dims_summed(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]
+) -> list[tuple[int, ...]]:
+    """For each tensor given, the dims over which a function of this name adds up; else empty."""
+    name = name.removeprefix("linalg_").strip("_")
+    x, *more = given
+    if name in ("sum", "nansum"):
+        dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+        dims = dims if isinstance(dims, tuple | list) else (dims,)
+        dims = tuple(dim % x.ndim for dim in dims if type(dim) is int)
+        return [dims or tuple(range(x.ndim))]
+    if name == "einsum":
+        return _of_equation(args[0], given) if isinstance(args[0], str) else []
+    if not more or not (x.ndim and more[0].ndim):
+        return []
+    y, last = more[0], x.ndim - 1
+    if name in ("matmul", "mm", "bmm", "mv", "dot"):
+        return [(last,), (max(y.ndim - 2, 0),)]
+    if name == "rmatmul":
+        return [(max(last - 1, 0),), (y.ndim - 1,)]
+    if name in ("inner", "linear", "vdot"):
+        return [(last,), (y.ndim - 1,)]
+    if name == "vecdot":
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        return [(dim % x.ndim,), (dim % y.ndim,)]
+    dims = kwargs.get("dims", args[2] if len(args) > 2 else None)
+    if name == "tensordot" and isinstance(dims, int):
+        return [tuple(range(x.ndim - dims, x.ndim)), tuple(range(dims))]
+    if name == "tensordot" and isinstance(dims, tuple | list) and len(dims) == 2:
+        of_both = zip((x, y), dims, strict=True)
+        return [
+            tuple(d % t.ndim for d in ([ds] if isinstance(ds, int) else ds)) for t, ds in of_both
+        ]
+    return []
+
+
+def _of_equation(equation: str, given: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    letters = terms.replace(",", "").replace("...", "")
+    kept = set(result) if arrow else {one for one in letters if letters.count(one) == 1}
+    found = []
+    for term, x in zip(terms.split(","), given, strict=False):
+        front, _, back = term.partition("...")
+        at = {dim: one for dim, one in enumerate(front)}
+        at |= {x.ndim - len(back) + dim: one for dim, one in enumerate(back)}
+        found.append(tuple(dim for dim, one in at.items() if one not in kept))
+    return found

@@ -1,0 +1,55 @@
+"""What a call of one of torch's functions was given, and where the user's code calls it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["is_local", "local_tensors", "place_of"]
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_WATCH = "user_code.py", "split_dims.py", "moved_dims.py"
+"""The files between a function and what asks for its caller."""
+
+
+def is_local(x: Any) -> TypeGuard[Tensor]:
+    """Whether ``x`` is a tensor of this rank's own."""
+    return isinstance(x, Tensor) and not isinstance(x, DTensor)
+
+
+def local_tensors(args: Any, kwargs: dict[str, Any] | None) -> list[Tensor]:
+    """Those among the arguments of one of torch's functions, and in their lists and tuples."""
+    found: list[Tensor] = []
+    for given in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(given, tuple | list):
+            found += filter(is_local, given)
+        elif is_local(given):
+            found.append(given)
+    return found
+
+
+def place_of(by_style: bool = False) -> str | None:
+    """The file and line of the user's code that calls a function; None if a style does.
+
+    Args:
+        by_style: look further if it does.
+    """
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        # A mode around it stands between a function and who calls it.
+        watches = path.startswith(_PACKAGE) and path.endswith(_WATCH)
+        passes_on = watches or frame.f_code.co_name == "__torch_function__"
+        if path.startswith(_PACKAGE) and not (passes_on or by_style):
+            return None
+        if not path.startswith((_PACKAGE, _TORCH)):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
