@@ -38,6 +38,10 @@ class Middle(nn.Module):
         return y
 
 
+class Heads(Middle):
+    head_dim = HEAD
+
+
 class Acts(nn.Module):
     def __init__(self, act: Act) -> None:
         super().__init__()
@@ -96,6 +100,7 @@ class Case(NamedTuple):
     into: int = WIDE
     up: Colwise2D | None = None
     more: dict[str, Any] | None = None
+    kind: type[Middle] = Middle
 
 
 def _added_up(x: Tensor) -> Tensor:
@@ -158,6 +163,13 @@ RIGHT = {
             "bnhd,bhde->bnhe", _heads(x), torch.einsum("bnhd,bnhe->bhde", _heads(x), _heads(x))
         ).flatten(2)
     ),
+    "heads of a size": Case(
+        lambda x: torch.cat([_attention(one) for one in x.split(HEAD, -1)], -1), kind=Heads
+    ),
+    "heads one by one": Case(
+        lambda x: torch.stack([_attention(one) for one in _heads(x).unbind(2)], 2).flatten(2),
+        kind=Heads,
+    ),
     "whole": Case(
         _attention,
         up=Colwise2D(output_layouts=Replicate()),
@@ -183,7 +195,7 @@ def _said(rows: int, columns: int) -> dict[str, str]:
     for name, case in (wrong | RIGHT | JOINED).items():
         if "added" in name and rows > 1:
             continue
-        model = Between(VOCAB, WIDTH, lambda case=case: Middle(*case[:3])).double()
+        model = Between(VOCAB, WIDTH, lambda case=case: case.kind(*case[:3])).double()
         reference = copy.deepcopy(model)
         reference.middle.act = ONE_DEVICE.get(name, case.act)
         ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..styles.module_kinds import HEAD_SIZES
 
-__all__ = ["cut_heads"]
+__all__ = ["are_heads", "cut_heads"]
 
 
 def cut_heads(frame: FrameType | None, sizes: Sequence[int], ranks: int) -> str:
@@ -26,19 +26,11 @@ def cut_heads(frame: FrameType | None, sizes: Sequence[int], ranks: int) -> str:
         sizes: of the dims that the features have become, the last of them those of a head.
         ranks: how many have parts of the features.
     """
-    # A module without parameters, einops' Rearrange, is another one's way to reshape.
-    while frame is not None and not _has_parameters(_first_argument(frame)):
-        frame = frame.f_back
-    if frame is None:
+    frame = _of_module(frame)
+    if frame is None or are_heads(frame, sizes):
         return ""
     module = _first_argument(frame)
-    runner = getattr(module, "_tp2d", None)
-    local: dict[str, Any] = getattr(runner, "local_values", {})
-    if any(getattr(module, name, None) == sizes[-1] for name in _SIZES):
-        return ""
-    if any(size in local.values() for size in sizes[:-1]):
-        return ""
-    counts = _counts(module)
+    local, counts = _local_values(module), _counts(module)
     for name, count in counts:
         # n_heads // ranks, which its author keeps beside n_heads, is a rank's own.
         is_own = name in local or "local" in name or ranks * count in dict(counts).values()
@@ -51,6 +43,32 @@ def cut_heads(frame: FrameType | None, sizes: Sequence[int], ranks: int) -> str:
                 f"projections, or write -1 for it and the size of a head for the last dim"
             )
     return ""
+
+
+def are_heads(frame: FrameType | None, sizes: Sequence[int]) -> bool:
+    """Whether the module whose code runs says that dims of these sizes are a rank's own heads.
+
+    By an attribute of a head's size, or one of the heads' number that was divided.
+    """
+    frame = _of_module(frame)
+    if frame is None:
+        return False
+    module = _first_argument(frame)
+    if any(getattr(module, name, None) == sizes[-1] for name in _SIZES):
+        return True
+    return any(size in _local_values(module).values() for size in sizes[:-1])
+
+
+def _of_module(frame: FrameType | None) -> FrameType | None:
+    # A module without parameters, einops' Rearrange, is another one's way to reshape.
+    while frame is not None and not _has_parameters(_first_argument(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def _local_values(module: nn.Module) -> dict[str, Any]:
+    values: dict[str, Any] = getattr(getattr(module, "_tp2d", None), "local_values", {})
+    return values
 
 
 _SIZES = (*HEAD_SIZES, "dim_head")

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_compat import disable_current_modes
 from .._tracing import in_graph
-from ..comm.groups import gather_facts
 from ..mesh.axes import on_mesh
-from ..mesh.grid import Grid, describe_mesh
+from ..mesh.grid import Grid
 from ..mesh.handed import said_of
 from ..mesh.layouts import Layout, normalize
-from .alike import FACTS, are_alike, facts_of
-from .cut_heads import cut_heads
+from .cut_heads import are_heads, cut_heads
+from .findings import Findings
 from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_wrong_on_dtensors
 from .moved_dims import RESHAPES, VIEWS, Part, moved
 from .partial_sums import PartialSums, dims_summed
@@ -30,11 +26,10 @@ from .user_code import is_local, local_tensors, place_of
 
 __all__ = ["SplitDims"]
 
-_SLOTS = 64
-"""How many meetings are told the other ranks of."""
-_WRONG = 2
-"""In the place of an axis' number, for what is wrong whatever its values."""
-
+_A_DTENSOR = (
+    "a DTensor (use_local_output=False), or write this as a module under torch_tp2d.Replicate(), "
+    "which computes on DTensors"
+)
 _JOIN = ("cat", "concat", "concatenate", "stack")
 _ELEMENTWISE = (
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
@@ -43,7 +38,7 @@ _ELEMENTWISE = (
 )
 
 
-class SplitDims(TorchFunctionMode):
+class SplitDims(Findings, TorchFunctionMode):
     """Notes tensors that have as many entries as a rank's part of another, which they meet.
 
     Which dims of a tensor are split is told by what a style has noted of it, and followed through
@@ -51,20 +46,16 @@ class SplitDims(TorchFunctionMode):
     """
 
     def __init__(self, grid: Grid) -> None:
-        super().__init__()
-        self.grid = grid
+        TorchFunctionMode.__init__(self)
+        Findings.__init__(self, grid)
         self._split = WeakIdKeyDictionary()
         """By tensor, how a dim is split, by dim."""
         self._met: Counter[str] = Counter()
-        self._found: list[Tensor] = []
-        self._where: dict[int, str] = {}
         self._of_a_part = WeakIdKeyDictionary()
         """By what was made of all that a rank has of a dim, where that was."""
         self._sums = PartialSums()
         self._some = WeakIdKeyDictionary()
         """By a slice of some of a rank's samples, the first of them."""
-        self.refused = ""
-        """What was first found wrong, whatever its values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -135,17 +126,9 @@ class SplitDims(TorchFunctionMode):
                 return f"whose dim {dim} holds a part of each of several projections, side by side"
         return ""
 
-    def refuses(self, said: str) -> None:
-        """Note what is wrong by itself, whatever its values."""
-        self.refused = self.refused or said
-        if len(self._found) < _SLOTS:
-            key = zlib.crc32(said.encode())
-            self._found.append(torch.tensor([key, _WRONG, 0, 0, 0, 0], device="cpu"))
-            self._where[key] = said
-
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
         """Note ``other``, if in a dim that is split of ``x`` it is not, but as large as a part."""
-        if not (is_local(x) and is_local(other)) or len(self._found) == _SLOTS:
+        if not (is_local(x) and is_local(other)) or self.is_full:
             return
         whole = self._split_dims(other)
         for dim, (axis, of) in self._split_dims(x).items():
@@ -164,57 +147,12 @@ class SplitDims(TorchFunctionMode):
             self._met[place] += 1
             if self._met[place] > 2:
                 return
-            key = zlib.crc32(f"{place} {self._met[place]}".encode())
-            with torch.no_grad(), disable_current_modes():
-                said = other.new_tensor([key, axis, other.shape[at]], dtype=torch.int64)
-                self._found.append(torch.cat([said, facts_of(other.detach(), at)]))
-            self._where[key] = (
+            said = (
                 f"in {place} a tensor of shape {tuple(other.shape)} meets one of shape "
                 f"{tuple(x.shape)} of whose dim {dim} each rank has a part"
             )
+            self.doubts(f"{place} {self._met[place]}", said, other, at, axis)
             return
-
-    def compare(self, module: nn.Module) -> None:
-        """Compare what was found over the ranks.
-
-        Raises:
-            ValueError: on every rank, if ranks with other parts have the same values for them.
-        """
-        grid = self.grid
-        with torch.no_grad(), disable_current_modes():
-            facts = torch.zeros(
-                _SLOTS, 3 + FACTS, dtype=torch.int64, device=self.grid.mesh.device_type
-            )
-            for slot, found in enumerate(self._found[:_SLOTS]):
-                facts[slot] = found
-            for axis in (grid.col, grid.row):
-                if axis.size > 1:
-                    facts = gather_facts(facts.flatten(), axis.process_group)
-            of_all = facts.view(grid.row.size, grid.col.size, _SLOTS, 3 + FACTS).tolist()
-        said = [one for line in of_all for rank in line for one in rank]
-        if wrong := [key for key, number, *_ in said if key and number == _WRONG]:
-            elsewhere = "its code is refused on another rank, which says why"
-            told = next((self._where[key] for key in wrong if key in self._where), elsewhere)
-            raise ValueError(f"{type(module).__name__}: {told}")
-        for number, (axis, lines) in enumerate(
-            ((grid.row, list(zip(*of_all, strict=True))), (grid.col, of_all))
-        ):
-            for line in lines:
-                for key in {one[0] for rank in line for one in rank if one[0]}:
-                    met = [one for rank in line for one in rank if one[:2] == [key, number]]
-                    if are_alike(met):
-                        where = self._where.get(key, "what is made by the sizes of a rank's part")
-                        raise ValueError(
-                            f"{type(module).__name__} on mesh {describe_mesh(grid.mesh)}: {where} "
-                            f"along {axis.name}, and it has the same values on these ranks. What "
-                            f"is made by the sizes that a rank sees, torch.arange(x.shape[1]) or "
-                            f"table[: x.shape[1]] or a slope for each of self.num_heads, is that "
-                            f"of the first part; random numbers are the same for each. Compute it "
-                            f"in a module under torch_tp2d.Replicate(), which sees the sizes of "
-                            f"the whole, give the module the tokens, positions or heads of all "
-                            f"(output_layouts=Replicate(), row_dim=0), or make it for this rank's "
-                            f"part"
-                        )
 
     def _split_dims(self, x: Tensor) -> dict[int, Part]:
         note = said_of(x)
@@ -285,6 +223,8 @@ class SplitDims(TorchFunctionMode):
             if dim in split and split[dim].of == "fused":
                 # One of the projections, for what follows.
                 split[dim] = split[dim]._replace(of="features")
+            elif dim in split and self._are_heads(x, dim, made):
+                del split[dim]
         for y, found in moved(func, name, x, split, args, kwargs, made, self._cuts):
             self._split[y] = found
 
@@ -323,8 +263,7 @@ class SplitDims(TorchFunctionMode):
             self.refuses(
                 f"in {place} {name} takes samples of a slice together with others, but each rank "
                 f"has a part of them along {self.grid.row.name}, and would take others. Let the "
-                f"module before it hand on a DTensor (use_local_output=False), or write this as a "
-                f"module under torch_tp2d.Replicate(), which computes on DTensors"
+                f"module before it hand on {_A_DTENSOR}"
             )
 
     def _sums_up(
@@ -341,10 +280,8 @@ class SplitDims(TorchFunctionMode):
                         f"in {place} {name} adds up dim {dim} of a tensor of shape "
                         f"{tuple(x.shape)}, but each rank has a part of it along {axis.name}, and "
                         f"goes on with its own sum as if it were that of all. Let the module "
-                        f"before it hand on {'' if split[dim].of == 'samples' else whole}a DTensor "
-                        f"(use_local_output=False), write this as a module under "
-                        f"torch_tp2d.Replicate(), which computes on DTensors, or sum over the "
-                        f"ranks first"
+                        f"before it hand on {'' if split[dim].of == 'samples' else whole}"
+                        f"{_A_DTENSOR}, or sum over the ranks first"
                     )
                     self._sums.note(y, split[dim].axis, said)
 
@@ -360,7 +297,7 @@ class SplitDims(TorchFunctionMode):
             if split[dim].of == "samples" and x.stride(dim):
                 for y in made if made[0].ndim == x.ndim else ():
                     self._some[y] = (y.storage_offset() - x.storage_offset()) // x.stride(dim)
-            if split[dim].of != "features":
+            if split[dim].of != "features" or self._are_heads(x, dim, made):
                 continue
             if (place := place_of()) is not None:
                 axis = (self.grid.row, self.grid.col)[split[dim].axis]
@@ -378,6 +315,13 @@ class SplitDims(TorchFunctionMode):
         wrong = cut_heads(inspect.currentframe(), sizes, ranks)
         if wrong and place_of() is not None:
             self.refuses(wrong)
+
+    @staticmethod
+    def _are_heads(x: Tensor, dim: int, made: Sequence[Tensor]) -> bool:
+        """Whether features were cut into a rank's heads, or a dim of heads is gone through."""
+        last = dim == x.ndim - 1
+        sizes = (len(made), made[0].shape[-1]) if last else (x.shape[dim], x.shape[-1])
+        return len({y.shape for y in made}) == 1 and are_heads(inspect.currentframe(), sizes)
 
     def _reduces(self, name: str, x: Tensor, reduced: Sequence[int], y: Tensor) -> None:
         """Functions that make one number of many."""
