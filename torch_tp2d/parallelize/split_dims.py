@@ -108,10 +108,7 @@ class SplitDims(Findings, TorchFunctionMode):
         self._split[x] = self._parts_of(layout, x.ndim)
 
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
-        """Say how ``x`` lies on the mesh, if that is not as ``layout`` says."""
-        found = self._sums.find(x)
-        if found is not None and not isinstance(layout[found[0]], Partial):
-            return f"that is a sum of this rank's part: {found[1]}"
+        """Say which dim ``tp_col`` splits, if that is not the one of ``layout``."""
         wanted = layout[1]
         for dim, (axis, of) in self._split.get(x, {}).items():
             elsewhere = isinstance(wanted, Shard) and dim != wanted.dim
@@ -119,11 +116,19 @@ class SplitDims(Findings, TorchFunctionMode):
                 return f"of whose dim {dim} each rank has a part along {self.grid.col.name}"
         return ""
 
-    def fuses(self, x: Tensor, layout: Layout) -> str:
-        """Say which dim holds several projections' features, if ``layout`` splits it as one's."""
+    def unfit(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
+        """Say what ``x`` holds, and what to do, if a module cannot take that in ``layout``."""
+        found = self._sums.find(x)
+        if found is not None and not isinstance(layout[found[0]], Partial):
+            return f"that is a sum of this rank's part: {found[1]}"
         for dim, (axis, of) in self._split_dims(x).items():
-            if axis and of == "fused" and layout[1] == Shard(dim):
-                return f"whose dim {dim} holds a part of each of several projections, side by side"
+            if axis and of == "fused" and layout[1] == Shard(dim) and not takes_fused:
+                return (
+                    f"whose dim {dim} holds a part of each of several projections, side by side: "
+                    f"take them apart first (x.chunk(n, -1)), or let the modules before it hand on "
+                    f"all features (output_layouts=Replicate()) or DTensors "
+                    f"(use_local_output=False)"
+                )
         return ""
 
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:

@@ -70,10 +70,14 @@ class Watch(Protocol):
         """The user's code has made a tensor, and the user says its layout on the mesh by a pair."""
 
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
-        """How a tensor lies on the mesh, if not as ``layout`` says; else empty."""
+        """Which dim ``tp_col`` splits of a tensor, if on the mesh ``layout`` splits another."""
 
-    def fuses(self, x: Tensor, layout: Layout) -> str:
-        """Which dim holds several projections, of each a part, if ``layout`` splits it as one."""
+    def unfit(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
+        """What a tensor holds, and what to do, if a module cannot take that in ``layout``.
+
+        Args:
+            takes_fused: the module may take features of several projections, of each a part.
+        """
 
     def refuses(self, said: str) -> None:
         """The user's code is wrong where a rank has a part, as tokens made of others of it are.

@@ -291,16 +291,20 @@ def check_handed(
         )
     watch = grid.context.watch
     if watch is not None and not certain:
-        there = on_mesh(normalize(declared, x.ndim), grid.axes)
-        elsewhere = watch.lies_elsewhere(x, there)
-        if elsewhere := elsewhere or ("" if takes_fused else watch.fuses(x, there)):
+        layout = normalize(declared, x.ndim)
+        there = on_mesh(layout, grid.axes)
+        given = (
+            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
+            f"layout {layout}, but is given one of shape {tuple(x.shape)}"
+        )
+        if elsewhere := watch.lies_elsewhere(x, there):
             raise ValueError(
-                f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local "
-                f"tensor in layout {normalize(declared, x.ndim)}, but is given one of shape "
-                f"{tuple(x.shape)} {elsewhere}: write what moves the dims as a module under "
+                f"{given} {elsewhere}: write what moves the dims as a module under "
                 f"torch_tp2d.Replicate(), have the module before it hand on a DTensor, which knows "
                 f"its dims (use_local_output=False), or say by input_layouts how it lies"
             )
+        if unfit := watch.unfit(x, there, takes_fused=takes_fused):
+            raise ValueError(f"{given} {unfit}")
     check_made_of([x], declared, module, grid, certain=certain)
 
 
