@@ -116,20 +116,19 @@ class SplitDims(Findings, TorchFunctionMode):
                 return f"of whose dim {dim} each rank has a part along {self.grid.col.name}"
         return ""
 
-    def unfit(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
-        """Say what ``x`` holds, and what to do, if a module cannot take that in ``layout``."""
+    def takes(self, x: Tensor, layout: Layout, given: str, *, takes_fused: bool) -> None:
+        """Note a tensor that a module takes in ``layout``, but which holds something else."""
         found = self._sums.find(x)
         if found is not None and not isinstance(layout[found[0]], Partial):
-            return f"that is a sum of this rank's part: {found[1]}"
+            self.refuses(f"{given}, a sum of this rank's part: {found[1]}")
         for dim, (axis, of) in self._split_dims(x).items():
             if axis and of == "fused" and layout[1] == Shard(dim) and not takes_fused:
-                return (
-                    f"whose dim {dim} holds a part of each of several projections, side by side: "
-                    f"take them apart first (x.chunk(n, -1)), or let the modules before it hand on "
-                    f"all features (output_layouts=Replicate()) or DTensors "
+                self.refuses(
+                    f"{given}, whose dim {dim} holds a part of each of several projections, side "
+                    f"by side: take them apart first (x.chunk(n, -1)), or let the modules before "
+                    f"it hand on all features (output_layouts=Replicate()) or DTensors "
                     f"(use_local_output=False)"
                 )
-        return ""
 
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
         """Note ``other``, if in a dim that is split of ``x`` it is not, but as large as a part."""

@@ -72,10 +72,11 @@ class Watch(Protocol):
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
         """Which dim ``tp_col`` splits of a tensor, if on the mesh ``layout`` splits another."""
 
-    def unfit(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
-        """What a tensor holds, and what to do, if a module cannot take that in ``layout``.
+    def takes(self, x: Tensor, layout: Layout, given: str, *, takes_fused: bool) -> None:
+        """A module takes a tensor in ``layout``.
 
         Args:
+            given: says which module takes what, for messages.
             takes_fused: the module may take features of several projections, of each a part.
         """
 

@@ -303,8 +303,7 @@ def check_handed(
                 f"torch_tp2d.Replicate(), have the module before it hand on a DTensor, which knows "
                 f"its dims (use_local_output=False), or say by input_layouts how it lies"
             )
-        if unfit := watch.unfit(x, there, takes_fused=takes_fused):
-            raise ValueError(f"{given} {unfit}")
+        watch.takes(x, there, given, takes_fused=takes_fused)
     check_made_of([x], declared, module, grid, certain=certain)
 
 
