@@ -33,6 +33,7 @@ AUXILIARY: dict[str, Callable[[Tensor], Tensor]] = {
     "mse_loss": lambda p: F.mse_loss(p, torch.zeros_like(p)),
     "gaussian_nll_loss": lambda p: F.gaussian_nll_loss(p, torch.zeros_like(p), torch.ones_like(p)),
     "mean of squares": lambda p: (p - 1).square().mean(),
+    "detached": lambda p: p.sum() * p.detach().mean(),
     "maximum": lambda p: p.amax(1).sum(),
     "max": lambda p: p.max(1).values.sum(),
 }
@@ -45,7 +46,6 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "logged": lambda p: p.sum() * (0.0 if p.norm().item() >= 0 else p.detach().mean()),
-    "detached": lambda p: p.sum() * p.detach().mean().clamp(1, 1),
     "of experts": lambda p: p.amax(-1).sum() + p.max(2).values.sum(),
     "larger of two": lambda p: torch.max(p, p * 2).sum(),
     "sum": lambda p: p.square().sum((0, 1)).sum(),

@@ -62,8 +62,8 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "each head": lambda x: F.rms_norm(_heads(x), (HEAD,)).flatten(2),
     "each head, by hand": lambda x: _by_hand(_heads(x)).flatten(2),
     "each head, softmax": lambda x: _heads(x).transpose(1, 2).softmax(-1).mT.flatten(1, 2).mT,
-    # Of all elements: True is no dim.
-    "a single number": lambda x: x + (0 * x.detach()).flatten(0, 1).std(True),
+    # Of all elements: True is no dim. Nothing goes on with it.
+    "a single number": lambda x: x if x.detach().flatten(0, 1).std(True) > 0 else -x,
     "features of whole tokens": lambda x: x + x.detach().mean((0, 1), keepdim=True),
 }
 

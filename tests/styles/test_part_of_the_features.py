@@ -78,6 +78,7 @@ ALL_OF_THEM: dict[str, Act] = {
     "topk": lambda x: x * x.topk(2).values.detach().mean((0, 1, 2)),
     "sort": lambda x: x.sort().values,
     "argmax": lambda x: x * (1 + x.argmax(-1, keepdim=True)),
+    "amax": lambda x: x / x.detach().abs().amax(-1, keepdim=True),
     "cdist": lambda x: torch.softmax(-torch.cdist(x, x), -1) @ x,
     "cosine_similarity": lambda x: x * F.cosine_similarity(x, x.roll(1, 1), -1)[..., None],
     "cumprod": lambda x: x.cumprod(-1),

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import is_compiled, tree_leaves
@@ -75,7 +75,8 @@ class LocalSizes:
             self._ran = True
             if torch.is_grad_enabled():
                 self._remove(module)
-            watch.goes_on_with(tree_leaves(output))
+            outputs = (x for x in tree_leaves(output) if isinstance(x, Tensor))
+            watch.goes_on_with([x for x in outputs if x.requires_grad])
             watch.compare(module)
 
     @eager_only

@@ -331,7 +331,7 @@ class SplitDims(Findings, TorchFunctionMode):
         """Functions that make one number of many."""
         split = self._split_dims(x)
         parts = [dim for dim in reduced if dim in split]
-        if parts and y.requires_grad and (place := place_of()) is not None:
+        if parts and (place := place_of()) is not None:
             axis = (self.grid.row, self.grid.col)[split[parts[0]].axis]
             self._of_a_part[y] = (
                 f"in {place} {name} takes all of dim {parts[0]} of a tensor of shape "

@@ -38,7 +38,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape hold the same values, with a NaN equal to itself."""
     # Compared as bytes, since torch.equal takes a NaN for unequal to itself.
     return a.numel() == 0 or torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
     )
 
 
