@@ -70,10 +70,10 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
                 "head": Colwise2D(input_layouts=stream, use_local_output=False),
             }
             parallelize_module(model, mesh, plan)
-            with torch.no_grad():
-                # Without a graph nothing tells; the next forward is the first that can.
-                model(ids)
             try:
+                with torch.no_grad():
+                    # Without a graph only names tell; the next forward is the first that has one.
+                    model(ids)
                 for y in (model(ids).full_tensor(), reference(ids)):
                     F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
                 worst = max(gradients(reference, model).values())

@@ -31,7 +31,8 @@ Act = Callable[[Tensor], Tensor]
 class Middle(nn.Module):
     def __init__(self, act: Act, out: int, into: int) -> None:
         super().__init__()
-        self.up, self.down, self.act = nn.Linear(WIDTH, out), nn.Linear(into, WIDTH), act
+        self.up, self.down = nn.Linear(WIDTH, out), nn.Linear(into, WIDTH)
+        self.act = copy.deepcopy(act)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(self.act(self.up(x)))

@@ -77,6 +77,8 @@ class SplitDims(Findings, TorchFunctionMode):
             self.goes_on_with(given)
         if self._sums and (wrong := self._sums.misused(name, given, made, self._axes_of)):
             self.refuses(wrong)
+        if self._some.data and len(made) == 1:
+            self._follow_some(name, given, made[0])
         if not any(self._split_dims(x) for x in given):
             return out
         if made:
@@ -192,8 +194,6 @@ class SplitDims(Findings, TorchFunctionMode):
         along = kwargs.get("dim", args[1] if len(args) > 1 else 0) if joined else None
         along = along % made.ndim if type(along) is int else None
         elementwise = name in _ELEMENTWISE
-        if elementwise and self._some.data:
-            self._follow_some(name, given, made)
         found: dict[int, Part] = {}
         for x in given[:1] if product else given:
             split = self._split_dims(x)
@@ -259,7 +259,10 @@ class SplitDims(Findings, TorchFunctionMode):
         """Slices of some samples, which are to meet no others."""
         some = {self._some[x] for x in given if x in self._some}
         of_all = (x for x in given if x not in self._some)
-        if len(some) == 1 and not any(
+        if name not in _ELEMENTWISE:
+            if some and len(given) == 1 and made.shape[:1] == given[0].shape[:1]:
+                (self._some[made],) = some
+        elif len(some) == 1 and not any(
             p.of == "samples" for x in of_all for p in self._split_dims(x).values()
         ):
             (self._some[made],) = some
