@@ -191,6 +191,15 @@ def _heads(x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, HEAD))
 
 
+def _trained(model: nn.Module, reference: nn.Module, ids: Tensor) -> str:
+    try:
+        for y in (model(ids).full_tensor(), reference(ids)):
+            F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
+        return f"differs by {max(gradients(reference, model).values()) > 1e-10}"
+    except ValueError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
 def _said(rows: int, columns: int) -> dict[str, str]:
     mesh, said = grid_mesh(rows, columns), {}
     wrong = {name: Case(act) for name, act in (SUMS | ALL_OF_THEM | SOME_OF_THEM).items()}
@@ -210,12 +219,7 @@ def _said(rows: int, columns: int) -> dict[str, str]:
         parallelize_module(
             model, mesh, plan | {f"middle.{key}": x for key, x in (case.more or {}).items()}
         )
-        try:
-            for y in (model(ids).full_tensor(), reference(ids)):
-                F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
-            said[name] = f"differs by {max(gradients(reference, model).values()) > 1e-10}"
-        except ValueError as error:
-            said[name] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        said[name] = _trained(model, reference, ids)
     return said
 
 
@@ -277,12 +281,7 @@ def _between(rows: int, columns: int) -> dict[str, str]:
             "head": Colwise2D(input_layouts=stream, use_local_output=False),
         }
         parallelize_module(model, mesh, plan)
-        try:
-            for y in (model(ids).full_tensor(), reference(ids)):
-                F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()
-            said[name] = f"differs by {max(gradients(reference, model).values()) > 1e-10}"
-        except ValueError as error:
-            said[name] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        said[name] = _trained(model, reference, ids)
     return said
 
 
