@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["dims_sliced", "dims_mixed", "dims_reduced", "is_wrong_on_dtensors"]
+__all__ = ["dims_mixed", "dims_reduced", "dims_sliced", "is_wrong_on_dtensors"]
 
 _DIM_SECOND = (
     *("softmax", "log_softmax", "softmin", "mean", "var", "std", "cumsum", "cumprod", "cummax"),
