@@ -6,11 +6,12 @@ left to the user's code: those of the ranks add up to the sum of all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from .user_code import Call
 
 __all__ = ["dims_mixed", "dims_reduced", "dims_sliced", "is_wrong_on_dtensors"]
 
@@ -43,9 +44,9 @@ _SLICES: Mapping[str, int] = {
 
 _REDUCE_SECOND = (
     *("mean", "nanmean", "var", "std", "logsumexp", "amax", "amin", "max", "min", "prod"),
-    *("median", "nanmedian"),
+    *("median", "nanmedian", "std_mean", "var_mean", "mode"),
 )
-_REDUCE_THIRD = ("norm", "vector_norm")
+_REDUCE_THIRD = ("norm", "vector_norm", "quantile", "nanquantile")
 _MEAN_LOSSES = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss"),
     *("gaussian_nll_loss", "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss"),
@@ -62,8 +63,9 @@ _TOO_LARGE = (
 """Those whose gradients of sharded DTensors torch divides by a shard's number of elements."""
 
 
-def is_wrong_on_dtensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_wrong_on_dtensors(call: Call) -> bool:
     """Whether torch's DTensor has wrong gradients for this call, seen in torch 2.13."""
+    name, args, kwargs = call.name, call.args, call.kwargs
     if name not in _TOO_LARGE or kwargs.get("reduction", "mean") != "mean":
         return False
     return any(
@@ -72,14 +74,13 @@ def is_wrong_on_dtensors(name: str, args: Sequence[Any], kwargs: Mapping[str, An
     )
 
 
-def dims_mixed(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int
-) -> tuple[int, ...]:
-    """The dims over which a function of this name takes its first argument's elements together.
+def dims_mixed(call: Call, ndim: int) -> tuple[int, ...]:
+    """The dims over which a call takes its first argument's elements together.
 
     Empty for another function, and for one over all dims, which gives a single number.
     """
-    name = name.removeprefix("linalg_")
+    args, kwargs = call.args, call.kwargs
+    name = call.name.removeprefix("linalg_")
     if name in ("layer_norm", "rms_norm"):
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         return tuple(range(ndim - len(tuple(shape)), ndim))
@@ -108,14 +109,13 @@ def dims_mixed(
     return dims if len(dims) < ndim else ()
 
 
-def dims_reduced(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int
-) -> tuple[int, ...] | None:
-    """The dims over which a function of this name makes one number, which is not a sum, of many.
+def dims_reduced(call: Call, ndim: int) -> tuple[int, ...] | None:
+    """The dims over which a call makes one number, which is not a sum, of many.
 
     None for another function.
     """
-    name = name.removeprefix("linalg_")
+    args, kwargs = call.args, call.kwargs
+    name = call.name.removeprefix("linalg_")
     if name in _MEAN_LOSSES:
         return tuple(range(ndim)) if kwargs.get("reduction", "mean") == "mean" else None
     if name not in (*_REDUCE_SECOND, *_REDUCE_THIRD):
@@ -129,11 +129,12 @@ def dims_reduced(
     return dims or tuple(range(ndim))
 
 
-def dims_sliced(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> list[int]:
-    """The dims of which a function of this name takes some entries that lie side by side.
+def dims_sliced(call: Call, ndim: int) -> list[int]:
+    """The dims of which a call takes some entries that lie side by side.
 
     Not every second one and the like, by which code takes apart what it knows to be interleaved.
     """
+    name, args, kwargs = call.name, call.args, call.kwargs
     if name in _SLICES:
         at = _SLICES[name]
         left_out = -1 if name == "glu" else 0

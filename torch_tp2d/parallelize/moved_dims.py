@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import disable_current_modes
+from .user_code import Call
 
 __all__ = ["RESHAPES", "VIEWS", "Part", "moved"]
 
@@ -20,31 +21,28 @@ VIEWS = (
 )
 
 
+Of = Literal["features", "fused", "tokens", "samples", "several"]
+
+
 class Part(NamedTuple):
     """How a dim is split."""
 
     axis: int
     """The index of the mesh axis."""
-    of: Literal["features", "fused", "tokens", "samples", "several"]
-    """Features or heads; those of several projections, of each a part; tokens of each sample;
-    samples; several dims in one."""
+    of: Of
+    """Features or heads; those of several projections or tokens, of each a part; tokens of each
+    sample; samples; several dims in one."""
 
 
 def moved(
-    func: Any,
-    name: str,
-    x: Tensor,
-    split: Mapping[int, Part],
-    args: Any,
-    kwargs: Any,
-    made: Sequence[Tensor],
-    cuts: Callable[[Sequence[int], int], None],
+    call: Call, x: Tensor, split: Mapping[int, Part], cuts: Callable[[Sequence[int], int], None]
 ) -> Iterator[tuple[Tensor, dict[int, Part]]]:
     """What was made of ``x``, and how its dims are split: strides of a contiguous twin tell.
 
     Args:
         cuts: is told the sizes of the dims that split features are cut into, and the axis.
     """
+    name, made = call.name, call.made
     with torch.no_grad(), disable_current_modes():
         # A dim of one, or of none, has no stride of its own.
         shape = [2 if at in split and size < 2 else size for at, size in enumerate(x.shape)]
@@ -54,7 +52,7 @@ def moved(
         else:
             twin = torch.empty(shape, dtype=x.dtype, device="meta")
             try:
-                twins = func(*(twin if one is x else one for one in args), **kwargs)
+                twins = call.func(*(twin if one is x else one for one in call.args), **call.kwargs)
             except (IndexError, RuntimeError):
                 return
             twins = twins if isinstance(twins, tuple | list) else [twins]
@@ -75,7 +73,8 @@ def moved(
                 cuts(y.shape[dim:], part.axis)
                 # Features become heads and features of each: the heads are split.
                 if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
-                    found[dim] = part
+                    # Of several side by side, which dim holds the parts is not known.
+                    found[dim] = part._replace(of="several") if part.of == "fused" else part
                 continue
             least, end = twin.stride(dim), twin.stride(dim) * twin.shape[dim]
             there = [
@@ -89,7 +88,17 @@ def moved(
                 found[max(there)[1]] = part
                 continue
             for at in range(like.ndim):
-                if like.stride(at) <= least and end <= like.stride(at) * like.shape[at]:
-                    found[at] = Part(part.axis, "several")
+                until = like.stride(at) * like.shape[at]
+                if like.stride(at) <= least and end <= until:
+                    found[at] = Part(part.axis, _joined(part, end == until, at == like.ndim - 1))
         if found:
             yield y, found
+
+
+def _joined(part: Part, is_outer: bool, is_last: bool) -> Of:
+    """What a dim holds that this and other dims became."""
+    if part.of not in ("features", "fused"):
+        return "several"
+    if is_outer:
+        return part.of
+    return "fused" if is_last else "several"

@@ -7,7 +7,7 @@ add them to each other. Anything else is made of a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import disable_current_modes
 from ..runtime.versions import same_bits
+from .one_by_one import is_linear
+from .user_code import Call
 
-__all__ = ["PartialSums", "dims_summed"]
+__all__ = ["PRODUCTS", "WRITES", "PartialSums", "dims_summed"]
 
-_PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "mul", "multiply")
+PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "mul", "multiply")
 _ADD = ("add", "radd", "iadd", "sub", "rsub", "isub", "cat", "concat", "stack", "where")
 _DIVIDE = ("div", "divide", "true_divide", "idiv", "itruediv")
 _LINEAR = (
@@ -27,16 +29,10 @@ _LINEAR = (
     *("unsqueeze", "squeeze", "expand", "expand_as", "chunk", "split", "unbind", "narrow"),
     *("select", "getitem", "get", "t", "sum", "mean", "masked_fill", "imul", "repeat"),
 )
-_TOGETHER = (
-    *("softmax", "log_softmax", "softmin", "logsumexp", "sigmoid", "logsigmoid", "tanh", "relu"),
-    *("gelu", "silu", "elu", "leaky_relu", "softplus", "mish", "hardtanh", "clamp", "clamp_min"),
-    *("clamp_max", "clip", "exp", "exp2", "expm1", "log", "log2", "log1p", "log10", "sqrt"),
-    *("rsqrt", "reciprocal", "square", "pow", "rpow", "abs", "absolute", "sin", "cos", "erf"),
-    *("rdiv", "rtruediv", "max", "amax", "min", "amin", "maximum", "minimum", "norm", "normalize"),
-    *("vector_norm", "layer_norm", "rms_norm", "topk", "sort", "argmax", "argmin", "cross_entropy"),
-    *("var", "std", "prod", "cumprod", "atan2", "hypot", "scaled_dot_product_attention"),
-)
-"""Functions of which that of a sum is not the sum of those of its terms."""
+WRITES = ("copy_", "fill_", "zero_", "set_")
+"""Functions that leave nothing of what they write to."""
+_TOGETHER = ("scaled_dot_product_attention", "cross_entropy", "layer_norm", "rms_norm")
+"""Some of which that of a sum is not the sum of those of its terms; others are tried."""
 
 
 class _Sum(NamedTuple):
@@ -72,44 +68,48 @@ class PartialSums:
                 return None
         return known.axis, known.said
 
+    def among(self, given: Sequence[Tensor]) -> dict[int, tuple[int, str]]:
+        """Those that are partial sums, by their place among ``given``."""
+        return {at: found for at, x in enumerate(given) if (found := self.find(x)) is not None}
+
     def misused(
-        self,
-        name: str,
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        axes_of: Callable[[Tensor], set[int]],
+        self, call: Call, sums: Mapping[int, tuple[int, str]], axes_of: Callable[[Tensor], set[int]]
     ) -> str:
         """What a partial sum is of that this function takes for all of it; empty if it takes none.
 
         Args:
+            sums: those given, as they were before the call.
             axes_of: the axes that split a tensor.
         """
-        name = name.removeprefix("linalg_").strip("_")
-        sums = {at: found for at, x in enumerate(given) if (found := self.find(x)) is not None}
-        if not sums:
+        given = call.given
+        name, writes = call.name.removeprefix("linalg_").strip("_"), call.name in WRITES
+        if writes:
+            sums = {at: found for at, found in sums.items() if at}
+        if not sums or not call.made:
             return ""
         axis, said = next(iter(sums.values()))
         others = [x for at, x in enumerate(given) if at not in sums]
-        product, divides = name in _PRODUCTS, name in _DIVIDE
+        product, divides = name in PRODUCTS, name in _DIVIDE
+        keeps: bool | None = product or divides or name in _ADD or name in _LINEAR or writes
+        if not keeps and name not in _TOGETHER:
+            keeps = is_linear(call, [given[at] for at in sums])
         wrong = (
-            name in _TOGETHER
+            not keeps
             or (product and len(sums) > 1)
             or (divides and 1 in sums)
-            or ((product or divides or name in _ADD) and any(axis in axes_of(x) for x in others))
+            or (name not in _LINEAR and any(axis in axes_of(x) for x in others))
         )
-        if wrong:
-            return said
-        if product or divides or name in _ADD or name in _LINEAR:
-            for x in made:
-                self.note(x, axis, said)
+        if keeps is None or wrong:
+            return said if wrong and keeps is not None else ""
+        for x in call.made:
+            self.note(x, axis, said)
         return ""
 
 
-def dims_summed(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]
-) -> list[tuple[int, ...]]:
-    """For each tensor given, the dims over which a function of this name adds up; else empty."""
-    name = name.removeprefix("linalg_").strip("_")
+def dims_summed(call: Call) -> list[tuple[int, ...]]:
+    """For each tensor given, the dims over which a call adds up; else empty."""
+    args, kwargs, given = call.args, call.kwargs, call.given
+    name = call.name.removeprefix("linalg_").strip("_")
     x, *more = given
     if name in ("sum", "nansum"):
         dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))

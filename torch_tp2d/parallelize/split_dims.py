@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,11 @@ from .cut_heads import are_heads, cut_heads
 from .findings import Findings
 from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_wrong_on_dtensors
 from .moved_dims import RESHAPES, VIEWS, Part, moved
-from .partial_sums import PartialSums, dims_summed
-from .user_code import is_local, local_tensors, place_of
+from .one_by_one import own_dims
+from .own_results import OwnResults
+from .partial_sums import PRODUCTS, WRITES, PartialSums, dims_summed
+from .some_samples import SomeSamples
+from .user_code import Call, is_local, local_tensors, place_of
 
 __all__ = ["SplitDims"]
 
@@ -51,55 +54,96 @@ class SplitDims(Findings, TorchFunctionMode):
         self._split = WeakIdKeyDictionary()
         """By tensor, how a dim is split, by dim."""
         self._met: Counter[str] = Counter()
-        self._of_a_part = WeakIdKeyDictionary()
-        """By what was made of all that a rank has of a dim, where that was."""
+        self._own = OwnResults()
         self._sums = PartialSums()
-        self._some = WeakIdKeyDictionary()
-        """By a slice of some of a rank's samples, the first of them."""
+        self._some = SomeSamples()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        call = Call(func, name, args, kwargs, local_tensors(args, kwargs))
+        # As they are before the function may write to them.
+        terms = self._sums.among(call.given) if self._sums else {}
+        own = self._own.among(call.given[name in WRITES :]) if self._own else ""
+        out = func(*args, **kwargs)
         # Reading an attribute is what most calls do, and x.T and x.mT are views.
         if (name == "__get__" and not isinstance(out, Tensor)) or in_graph():
             return out
-        if is_wrong_on_dtensors(name, args, kwargs or {}) and (place := place_of()) is not None:
+        if is_wrong_on_dtensors(call) and (place := place_of()) is not None:
             self.refuses(
                 f"in {place} {name} takes a DTensor that is split over the mesh, whose gradient "
                 f"torch divides by the number of elements of a shard, not of all: write the mean "
                 f"out, as in (x - y).square().mean(), or give it x.full_tensor()"
             )
-        given = local_tensors(args, kwargs)
         made = [x for x in (out if isinstance(out, tuple | list) else [out]) if is_local(x)]
-        if self._of_a_part and any(x.requires_grad for x in made):
-            self.goes_on_with(given)
-        if self._sums and (wrong := self._sums.misused(name, given, made, self._axes_of)):
-            self.refuses(wrong)
-        if self._some.data and len(made) == 1:
-            self._follow_some(name, given, made[0])
-        if not any(self._split_dims(x) for x in given):
-            return out
         if made:
-            self._sums_up(name, args, kwargs or {}, given, made[0])
-            self._slices(name, given[0], args, kwargs or {}, made)
-        if made and (reduced := dims_reduced(name, args, kwargs or {}, given[0].ndim)) is not None:
-            self._reduces(name, given[0], reduced, made[0])
-        if name in RESHAPES or name in VIEWS:
-            if len(given) == 1 and made:
-                self._follow_view(func, name, given[0], args, kwargs or {}, made)
-        elif made:
-            self._mixes(name, given[0], args, kwargs or {})
-            if len(made) == 1:
-                self._follow(name, args, kwargs or {}, given, made[0])
+            self._is_made(call._replace(made=made), terms, own)
         return out
+
+    def _is_made(self, call: Call, terms: Mapping[int, tuple[int, str]], own: str) -> None:
+        name, x = call.name, next(iter(call.given), None)
+        if own and any(y.requires_grad for y in call.made):
+            self.refuses(own)
+        elif own:
+            self._own.note(call.made, own)
+        if terms and (wrong := self._sums.misused(call, terms, self._axes_of)):
+            self.refuses(wrong)
+        if self._some and len(call.made) == 1:
+            self._follow_some(call)
+        if x is None or not any(self._split_dims(x) for x in call.given):
+            return
+        self._sums_up(call)
+        self._slices(call, x)
+        reduced = dims_reduced(call, x.ndim)
+        if reduced is not None:
+            for y in call.made:
+                self._reduces(name, x, reduced, y)
+        if name in RESHAPES or name in VIEWS and len(call.given) == 1:
+            self._follow_view(call, x)
+            return
+        self._mixes(call, x)
+        if len(call.made) == 1:
+            self._follow(call)
+        if (
+            reduced is None
+            and not name.endswith("_like")
+            and name not in (*_ELEMENTWISE, *_JOIN, *PRODUCTS)
+            and not dims_mixed(call, x.ndim)
+            and not any(dims_summed(call))
+            and not dims_sliced(call, x.ndim)
+        ):
+            self._calls_again(call)
+
+    def _calls_again(self, call: Call) -> None:
+        """Functions of which nothing else is known."""
+        for number in (0, 1):
+            parts = [
+                (x, dim, part)
+                for x in call.given
+                for dim, part in self._split_dims(x).items()
+                if part.axis == number and part.of in ("features", "fused", "samples")
+            ]
+            if not parts or (place := place_of()) is None:
+                continue
+            own = own_dims(call, [(x, dim) for x, dim, _ in parts])
+            x, dim, part = parts[0]
+            for y, at in zip(call.made, own or (), strict=False):
+                found = {d: p for d, p in self._split.get(y, {}).items() if p.axis != number}
+                self._split[y] = found if at < 0 else {**found, at: part}
+            # Samples that are picked out are the user's, as tokens of experts.
+            if own != [] or part.of == "samples" and call.made[0].shape[:1] != x.shape[:1]:
+                continue
+            said = self._not_of_all(place, call.name, x, dim)
+            if any(y.ndim for y in call.made):
+                self.refuses(said)
+            else:
+                self._own.note(call.made, said)
 
     def goes_on_with(self, given: Sequence[Any]) -> None:
         """Note what learns from a mean or the like of a rank's own part."""
-        for x in given:
-            if isinstance(x, Tensor) and x in self._of_a_part:
-                self.refuses(self._of_a_part[x])
+        if said := self._own.among(given):
+            self.refuses(said)
 
     def attends(self, query: Tensor, mask: Tensor) -> None:
         """Note a mask that a style is given for this rank's heads and queries."""
@@ -126,8 +170,9 @@ class SplitDims(Findings, TorchFunctionMode):
         for dim, (axis, of) in self._split_dims(x).items():
             if axis and of == "fused" and layout[1] == Shard(dim) and not takes_fused:
                 self.refuses(
-                    f"{given}, whose dim {dim} holds a part of each of several projections, side "
-                    f"by side: take them apart first (x.chunk(n, -1)), or let the modules before "
+                    f"{given}, whose dim {dim} holds a part of each of several projections or "
+                    f"tokens, side by side: take them apart first (x.chunk(n, -1)), or let the "
+                    f"modules before "
                     f"it hand on all features (output_layouts=Replicate()) or DTensors "
                     f"(use_local_output=False)"
                 )
@@ -184,15 +229,15 @@ class SplitDims(Findings, TorchFunctionMode):
                 )
         return found
 
-    def _follow(
-        self, name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor], made: Tensor
-    ) -> None:
+    def _follow(self, call: Call) -> None:
         """Functions that do not move dims: of single elements, and products."""
+        name, args, given, (made,) = call.name, call.args, call.given, call.made
         if name.endswith("_like"):
             return
         product, joined = name in ("matmul", "__matmul__", "bmm"), name in _JOIN
-        along = kwargs.get("dim", args[1] if len(args) > 1 else 0) if joined else None
+        along = call.kwargs.get("dim", args[1] if len(args) > 1 else 0) if joined else None
         along = along % made.ndim if type(along) is int else None
+        is_new = name == "stack"
         elementwise = name in _ELEMENTWISE
         found: dict[int, Part] = {}
         for x in given[:1] if product else given:
@@ -205,9 +250,9 @@ class SplitDims(Findings, TorchFunctionMode):
                 self._meets(x, given[3])
             last = x.ndim - 1 if product else x.ndim
             if joined:
-                for dim, part in split.items() if made.ndim == x.ndim else ():
-                    if dim != along:
-                        found[dim] = part
+                for dim, part in split.items() if made.ndim == x.ndim + is_new else ():
+                    if dim != along or is_new:
+                        found[dim + (is_new and along is not None and dim >= along)] = part
                     elif part.of in ("features", "fused"):
                         found[dim] = part._replace(of="fused")
             elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
@@ -218,98 +263,90 @@ class SplitDims(Findings, TorchFunctionMode):
         if found:
             self._split[made] = found
 
-    def _follow_view(
-        self, func: Any, name: str, x: Tensor, args: Any, kwargs: Any, made: list[Tensor]
-    ) -> None:
+    def _follow_view(self, call: Call, x: Tensor) -> None:
         """Functions that move dims."""
         split = dict(self._split_dims(x))
-        for dim in dims_sliced(name, args, kwargs, x.ndim):
+        for dim in dims_sliced(call, x.ndim):
             if dim in split and split[dim].of == "fused":
                 # One of the projections, for what follows.
                 split[dim] = split[dim]._replace(of="features")
-            elif dim in split and self._are_heads(x, dim, made):
+            elif dim in split and self._are_heads(x, dim, call.made):
                 del split[dim]
-        for y, found in moved(func, name, x, split, args, kwargs, made, self._cuts):
+        for y, found in moved(call, x, split, self._cuts):
             self._split[y] = found
 
-    def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any]) -> None:
-        split = self._split_dims(x)
-        alone = dims_reduced(name, args, kwargs, x.ndim) is None
+    def _mixes(self, call: Call, x: Tensor) -> None:
+        name, split = call.name, self._split_dims(x)
+        alone = dims_reduced(call, x.ndim) is None
         kinds = ["features", "fused", *(["samples"] if alone else [])]
         # Of what has no gradient the graph does not tell that tokens were mixed.
         kinds += ["tokens"] if name in ("argmax", "argmin", "argsort", "batch_norm") else []
         by_style = name == "scaled_dot_product_attention"  # Which dropout passes on.
-        for dim in dims_mixed(name, args, kwargs, x.ndim):
+        for dim in dims_mixed(call, x.ndim):
             if dim not in split or split[dim].of not in kinds:
                 continue
             if (place := place_of(by_style)) is not None:
-                axis = (self.grid.row, self.grid.col)[split[dim].axis]
-                kind = split[dim].of
-                of = kind if kind in ("samples", "tokens") else "features or heads"
-                self.refuses(
-                    f"in {place} {name} takes dim {dim} of a tensor of shape {tuple(x.shape)} for "
-                    f"all {of}, but each rank has a part of them along {axis.name}. Write it as a "
-                    f"module under torch_tp2d.Replicate() with input_layouts="
-                    f"(Shard(0), Shard(-1)), which sees all of them, let the module before it hand "
-                    f"on DTensors (use_local_output=False), or go on from a sum over the ranks"
-                )
+                self.refuses(self._not_of_all(place, name, x, dim))
                 return
 
-    def _follow_some(self, name: str, given: list[Tensor], made: Tensor) -> None:
-        """Slices of some samples, which are to meet no others."""
-        some = {self._some[x] for x in given if x in self._some}
-        of_all = (x for x in given if x not in self._some)
-        if name not in _ELEMENTWISE:
-            if some and len(given) == 1 and made.shape[:1] == given[0].shape[:1]:
-                (self._some[made],) = some
-        elif len(some) == 1 and not any(
-            p.of == "samples" for x in of_all for p in self._split_dims(x).values()
-        ):
-            (self._some[made],) = some
-        elif some and (place := place_of()) is not None:
+    def _not_of_all(self, place: str, name: str, x: Tensor, dim: int) -> str:
+        part = self._split_dims(x)[dim]
+        axis = (self.grid.row, self.grid.col)[part.axis]
+        of = part.of if part.of in ("samples", "tokens") else "features or heads"
+        return (
+            f"in {place} {name} takes dim {dim} of a tensor of shape {tuple(x.shape)} for all "
+            f"{of}, but each rank has a part of them along {axis.name}. Write it as a module under "
+            f"torch_tp2d.Replicate() with input_layouts=(Shard(0), Shard(-1)), which sees all of "
+            f"them, let the module before it hand on DTensors (use_local_output=False), or go on "
+            f"from a sum over the ranks"
+        )
+
+    def _follow_some(self, call: Call) -> None:
+        name, (made,) = call.name, call.made
+        if not self._some.meet_others(call.given, made, name in _ELEMENTWISE, self._has_samples):
+            return
+        if (place := place_of()) is not None:
             self.refuses(
                 f"in {place} {name} takes samples of a slice together with others, but each rank "
                 f"has a part of them along {self.grid.row.name}, and would take others. Let the "
                 f"module before it hand on {_A_DTENSOR}"
             )
 
-    def _sums_up(
-        self, name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor], y: Tensor
-    ) -> None:
+    def _has_samples(self, x: Tensor) -> bool:
+        return any(part.of == "samples" for part in self._split_dims(x).values())
+
+    def _sums_up(self, call: Call) -> None:
         """Functions that add up, of which the ranks' results are the terms of a sum."""
-        for x, dims in zip(given, dims_summed(name, args, kwargs, given), strict=False):
+        for x, dims in zip(call.given, dims_summed(call), strict=False):
             split = self._split_dims(x)
             for dim in dims:
                 if dim in split and (place := place_of()) is not None:
                     axis = (self.grid.row, self.grid.col)[split[dim].axis]
                     whole = "all of it (output_layouts=Replicate()) or "
                     said = (
-                        f"in {place} {name} adds up dim {dim} of a tensor of shape "
+                        f"in {place} {call.name} adds up dim {dim} of a tensor of shape "
                         f"{tuple(x.shape)}, but each rank has a part of it along {axis.name}, and "
                         f"goes on with its own sum as if it were that of all. Let the module "
                         f"before it hand on {'' if split[dim].of == 'samples' else whole}"
                         f"{_A_DTENSOR}, or sum over the ranks first"
                     )
-                    self._sums.note(y, split[dim].axis, said)
+                    self._sums.note(call.made[0], split[dim].axis, said)
 
-    def _slices(
-        self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], made: list[Tensor]
-    ) -> None:
+    def _slices(self, call: Call, x: Tensor) -> None:
         """Functions that take some of the features, which would be some of each rank's."""
-        split = self._split_dims(x)
-        for dim in dims_sliced(name, args, kwargs, x.ndim):
+        split, made = self._split_dims(x), call.made
+        for dim in dims_sliced(call, x.ndim):
             all_of_it = made[0].ndim == x.ndim and made[0].shape[dim] == x.shape[dim]
             if dim not in split or all_of_it:
                 continue
-            if split[dim].of == "samples" and x.stride(dim):
-                for y in made if made[0].ndim == x.ndim else ():
-                    self._some[y] = (y.storage_offset() - x.storage_offset()) // x.stride(dim)
+            if split[dim].of == "samples" and made[0].ndim == x.ndim:
+                self._some.note(x, made)
             if split[dim].of != "features" or self._are_heads(x, dim, made):
                 continue
             if (place := place_of()) is not None:
                 axis = (self.grid.row, self.grid.col)[split[dim].axis]
                 self.refuses(
-                    f"in {place} {name} takes some entries of dim {dim} of a tensor of shape "
+                    f"in {place} {call.name} takes some entries of dim {dim} of a tensor of shape "
                     f"{tuple(x.shape)}, but each rank has a part of them along {axis.name}, and "
                     f"would take others. If the module before it holds several projections side by "
                     f"side, say so by its parts=; else let it hand on all of them "
@@ -336,7 +373,7 @@ class SplitDims(Findings, TorchFunctionMode):
         parts = [dim for dim in reduced if dim in split]
         if parts and (place := place_of()) is not None:
             axis = (self.grid.row, self.grid.col)[split[parts[0]].axis]
-            self._of_a_part[y] = (
+            said = (
                 f"in {place} {name} takes all of dim {parts[0]} of a tensor of shape "
                 f"{tuple(x.shape)}, but each rank has a part of it along {axis.name}, and goes on "
                 f"with what it has made of that. Let the module before it hand on a DTensor "
@@ -344,6 +381,7 @@ class SplitDims(Findings, TorchFunctionMode):
                 f"full_tensor(); or write this as a module under torch_tp2d.Replicate(), which "
                 f"computes on DTensors. What is only looked at is to be made in torch.no_grad()"
             )
+            self._own.note([y], said)
         kept = [dim for dim in range(x.ndim) if y.ndim == x.ndim or dim not in reduced]
         if len(kept) == y.ndim:
             there = split.keys() - {*reduced}

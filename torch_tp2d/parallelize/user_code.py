@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["is_local", "local_tensors", "place_of"]
+__all__ = ["Call", "is_local", "local_tensors", "place_of"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _WATCH = "user_code.py", "split_dims.py", "moved_dims.py"
 """The files between a function and what asks for its caller."""
+
+
+class Call(NamedTuple):
+    """Of one of torch's functions."""
+
+    func: Any
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    given: Sequence[Tensor]
+    """This rank's own tensors among the arguments."""
+    made: Sequence[Tensor] = ()
 
 
 def is_local(x: Any) -> TypeGuard[Tensor]:
