@@ -197,7 +197,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
         x, y = torch.view_as_real(x), torch.view_as_real(y)
     eps = torch.finfo(x.dtype).eps
     largest = x.nan_to_num(0, 0, 0).abs().max() if x.numel() else 0
-    return torch.allclose(x, y, rtol=0, atol=float(largest) * 64 * eps, equal_nan=True)
+    return torch.allclose(x, y, rtol=0, atol=float(largest) * 8 * eps, equal_nan=True)
 
 
 def _has_nan(x: Tensor) -> bool:

@@ -109,7 +109,7 @@ class SplitDims(Findings, TorchFunctionMode):
             reduced is None
             and not name.endswith("_like")
             and name not in (*_ELEMENTWISE, *_JOIN, *PRODUCTS)
-            and not dims_mixed(call, x.ndim)
+            and self._split_dims(x).keys().isdisjoint(dims_mixed(call, x.ndim))
             and not any(dims_summed(call))
             and not dims_sliced(call, x.ndim)
         ):
@@ -122,7 +122,7 @@ class SplitDims(Findings, TorchFunctionMode):
                 (x, dim, part)
                 for x in call.given
                 for dim, part in self._split_dims(x).items()
-                if part.axis == number and part.of in ("features", "fused", "samples")
+                if part.axis == number and part.of != "several"
             ]
             if not parts or (place := place_of()) is None:
                 continue
@@ -131,14 +131,14 @@ class SplitDims(Findings, TorchFunctionMode):
             for y, at in zip(call.made, own or (), strict=False):
                 found = {d: p for d, p in self._split.get(y, {}).items() if p.axis != number}
                 self._split[y] = found if at < 0 else {**found, at: part}
-            # Samples that are picked out are the user's, as tokens of experts.
-            if own != [] or part.of == "samples" and call.made[0].shape[:1] != x.shape[:1]:
+            if own != []:
                 continue
-            said = self._not_of_all(place, call.name, x, dim)
-            if any(y.ndim for y in call.made):
-                self.refuses(said)
-            else:
+            y, said = call.made[0], self._not_of_all(place, call.name, x, dim)
+            if not y.ndim:
                 self._own.note(call.made, said)
+            # Samples and tokens that are picked out are the user's, as those of an expert.
+            elif part.of in ("features", "fused") or y.shape[dim : dim + 1] == (x.shape[dim],):
+                self.refuses(said)
 
     def goes_on_with(self, given: Sequence[Any]) -> None:
         """Note what learns from a mean or the like of a rank's own part."""
