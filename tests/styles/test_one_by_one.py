@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from support.device import DEVICE
 from torch_tp2d.parallelize.one_by_one import is_linear, own_dims
 from torch_tp2d.parallelize.user_code import Call, local_tensors
 
 Function = Callable[[Tensor], Any]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEATURES = 2
 """The dim of ``[batch, tokens, features]`` that is split."""
 

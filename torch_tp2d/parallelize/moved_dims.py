@@ -87,10 +87,12 @@ def moved(
             if there:
                 found[max(there)[1]] = part
                 continue
-            for at in range(like.ndim):
+            # Where this dim and others of one lie in several, the last of these.
+            for at in reversed(range(like.ndim)):
                 until = like.stride(at) * like.shape[at]
                 if like.stride(at) <= least and end <= until:
                     found[at] = Part(part.axis, _joined(part, end == until, at == like.ndim - 1))
+                    break
         if found:
             yield y, found
 
