@@ -1,4 +1,4 @@
-"""Marks of cases: those that only ``pytest --deep`` runs, and what older torch cannot pass."""
+"""Marks of cases: those that only ``pytest --deep`` runs, and what a torch or device cannot pass."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from .world import DEVICE_OF_RANKS
 
 
 def deep(*values: Any) -> Any:
@@ -17,3 +19,8 @@ def from_torch(release: str, why: str) -> pytest.MarkDecorator:
     """Skip with torch before a release, for what torch itself mended there."""
     before = torch.torch_version.TorchVersion(torch.__version__) < release
     return pytest.mark.skipif(before, reason=f"torch before {release}: {why}")
+
+
+values_are_compared = pytest.mark.skipif(
+    DEVICE_OF_RANKS != "cpu", reason="on a GPU a change that torch does not see is not looked for"
+)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import torch_tp2d
 from support import world
 from support.device import DEVICE
-from support.marks import deep
+from support.marks import deep, values_are_compared
 from support.models import (
     batch,
     grid_mesh,
@@ -357,6 +357,7 @@ def _changed() -> str:
     return said
 
 
+@values_are_compared
 def test_a_weight_that_is_changed_between_is_gathered_again_or_an_error() -> None:
     """Whether to gather may not go by the values of one rank's shard."""
     for said in world.run(4, _changed, fresh=True):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_tp2d
 from support import world
-from support.marks import deep
+from support.marks import deep, values_are_compared
 from support.models import batch, grid_mesh, loss_of, noise, relative
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 from torch_tp2d.runtime.context import context_of
@@ -341,6 +341,7 @@ def _clipped(mesh: Any, how: str) -> str:
     return said
 
 
+@values_are_compared
 @pytest.mark.parametrize("how", ["backward", "no_grad", "next forward", "micro-batches"])
 def test_a_weight_changed_unseen_on_one_rank_is_an_error_on_all(how: str) -> None:
     """The rank whose shard had changed raised, and the others waited for it until the timeout:
