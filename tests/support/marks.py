@@ -1,4 +1,4 @@
-"""Marks of cases: those that only ``pytest --deep`` runs, and what a torch or device cannot pass."""
+"""Marks of cases: those that only ``pytest --deep`` runs, and what some torch or device cannot."""
 
 from __future__ import annotations
 
