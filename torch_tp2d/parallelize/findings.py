@@ -94,5 +94,5 @@ class Findings:
                             f"in a module under torch_tp2d.Replicate(), which sees the sizes of "
                             f"the whole, give the module the tokens, positions or heads of all "
                             f"(output_layouts=Replicate(), row_dim=0), or make it for this rank's "
-                            f"part"
+                            f"part (random numbers from a generator with a seed of its own)"
                         )

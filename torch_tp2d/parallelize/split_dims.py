@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,7 @@ from ..mesh.grid import Grid
 from ..mesh.handed import said_of
 from ..mesh.layouts import Layout, normalize
 from .cut_heads import are_heads, cut_heads
+from .drawn import Drawn, state_before
 from .findings import Findings
 from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_wrong_on_dtensors
 from .moved_dims import RESHAPES, VIEWS, Part, moved
@@ -54,9 +56,10 @@ class SplitDims(Findings, TorchFunctionMode):
         self._split = WeakIdKeyDictionary()
         """By tensor, how a dim is split, by dim."""
         self._met: Counter[str] = Counter()
-        self._own = OwnResults()
-        self._sums = PartialSums()
-        self._some = SomeSamples()
+        self._own, self._sums = OwnResults(), PartialSums()
+        self._drawn, self._some = Drawn(), SomeSamples()
+        self._records = torch.is_grad_enabled()
+        """Else what is looked at in torch.no_grad() cannot be told from what the model makes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -65,6 +68,7 @@ class SplitDims(Findings, TorchFunctionMode):
         call = Call(func, name, args, kwargs, local_tensors(args, kwargs))
         # As they are before the function may write to them.
         terms = self._sums.among(call.given) if self._sums else {}
+        drawn = state_before(call)
         own = self._own.among(call.given[name in WRITES :]) if self._own else ""
         out = func(*args, **kwargs)
         # Reading an attribute is what most calls do, and x.T and x.mT are views.
@@ -78,20 +82,23 @@ class SplitDims(Findings, TorchFunctionMode):
             )
         made = [x for x in (out if isinstance(out, tuple | list) else [out]) if is_local(x)]
         if made:
-            self._is_made(call._replace(made=made), terms, own)
+            call = call._replace(made=made)
+            self._drawn.follow(call, drawn)
+            self._is_made(call, terms, own)
         return out
 
     def _is_made(self, call: Call, terms: Mapping[int, tuple[int, str]], own: str) -> None:
         name, x = call.name, next(iter(call.given), None)
-        if own and any(y.requires_grad for y in call.made):
+        is_split = any(self._split_dims(one) for one in call.given)
+        if own and (any(y.requires_grad for y in call.made) or (is_split and not self._records)):
             self.refuses(own)
-        elif own:
+        elif own and (torch.is_grad_enabled() or not self._records):
             self._own.note(call.made, own)
         if terms and (wrong := self._sums.misused(call, terms, self._axes_of)):
             self.refuses(wrong)
         if self._some and len(call.made) == 1:
             self._follow_some(call)
-        if x is None or not any(self._split_dims(x) for x in call.given):
+        if x is None or not is_split:
             return
         self._sums_up(call)
         self._slices(call, x)
@@ -184,9 +191,12 @@ class SplitDims(Findings, TorchFunctionMode):
         whole = self._split_dims(other)
         for dim, (axis, of) in self._split_dims(x).items():
             at = dim - x.ndim + other.ndim
-            # Samples are taken one by one by what makes anything for all of them.
+            # Samples are taken one by one by what makes anything for all of them, unless it is
+            # random. One of them alone may be a number for all.
+            drawn = self._drawn.state_of(other) if x.shape[dim] > 1 else None
             if (
-                of in ("samples", "several")
+                of == "several"
+                or (of == "samples" and drawn is None)
                 or at < 0
                 or other.shape[at] != x.shape[dim]
                 or not x.shape[dim]
@@ -202,7 +212,8 @@ class SplitDims(Findings, TorchFunctionMode):
                 f"in {place} a tensor of shape {tuple(other.shape)} meets one of shape "
                 f"{tuple(x.shape)} of whose dim {dim} each rank has a part"
             )
-            self.doubts(f"{place} {self._met[place]}", said, other, at, axis)
+            values, along = (other, at) if drawn is None else (drawn, 0)
+            self.doubts(f"{place} {self._met[place]}", said, values, along, axis)
             return
 
     def _split_dims(self, x: Tensor) -> dict[int, Part]:

@@ -37,9 +37,14 @@ def copy_to_compare(x: Tensor) -> Tensor | None:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape hold the same values, with a NaN equal to itself."""
     # Compared as bytes, since torch.equal takes a NaN for unequal to itself.
-    return a.numel() == 0 or torch.equal(
-        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
-    )
+    return a.numel() == 0 or torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    x = x.reshape(-1)
+    # One of a single element may have any stride, which its view as bytes may not.
+    x = x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
 
 
 class VersionGuard:
