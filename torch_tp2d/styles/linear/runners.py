@@ -200,8 +200,9 @@ class LinearRunner(_OpRunner):
         if not self.may_reshard or tokens is None or self.grid.context.tokens is None:
             return self.op.keep_weight
         cut = self.op.cut
-        longest = math.prod(tokens) // tokens[self.row_dim]
-        longest *= self.grid.row.split(tokens[self.row_dim])[0]
+        of_a_row = list(tokens)
+        of_a_row[self.row_dim] = self.grid.row.split(tokens[self.row_dim])[0]
+        longest = math.prod(of_a_row)
         features = self.in_features
         if not isinstance(self.entry.wanted[1], Replicate):
             features = cut.col.split(features)[column]
