@@ -296,12 +296,19 @@ def _halves(x: Tensor) -> Tensor:
     return torch.cat([a * b.sigmoid(), b])
 
 
+def _by_experts(x: Tensor) -> Tensor:
+    weight, chosen = x[:, :3].softmax(-1).max(-1)
+    order = chosen.argsort(stable=True)
+    pieces = x[order].split(chosen.bincount(minlength=3).tolist())
+    y = torch.cat([one * at for at, one in enumerate(pieces)])
+    return y[order.argsort()] * weight[:, None]
+
+
 OF_SAMPLES: dict[str, Act] = {
     "sum": lambda x: x * x.sum(0, keepdim=True).sigmoid(),
     "sort": lambda x: x.sort(0).values,
     "batch_norm": _norm,
     "cdist": lambda x: x * torch.cdist(x.flatten(1), x.flatten(1)).mean(-1)[:, None, None],
-    "__getitem__": lambda x: x[torch.arange(len(x) - 1, -1, -1)],
     "std_mean": lambda x: x / torch.std_mean(x, 0)[0],
     "add": lambda x: x + x[:1],
     "mul": _halves,
@@ -317,6 +324,8 @@ OF_TOKENS: dict[str, Act] = {
 ONE_BY_ONE: dict[str, Act] = {
     "slices": lambda x: torch.cat([F.gelu(one) * one for one in x.split(1)]),
     "single ones": lambda x: torch.stack([x[at] + x[at].mean(-1, True) for at in range(len(x))]),
+    "by experts": lambda x: _by_experts(x.flatten(0, 1)).view_as(x),
+    "samples by experts": lambda x: x * _by_experts(x.mean(1))[:, None],
     "sums of features": lambda x: x / (1 + _sum_of_squares(x)),
 }
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .user_code import Call
 
-__all__ = ["dims_mixed", "dims_reduced", "dims_sliced", "is_wrong_on_dtensors"]
+__all__ = ["dims_mixed", "dims_reduced", "dims_sliced", "is_routing", "is_wrong_on_dtensors"]
 
 _DIM_SECOND = (
     *("softmax", "log_softmax", "softmin", "mean", "var", "std", "cumsum", "cumprod", "cummax"),
@@ -72,6 +72,17 @@ def is_wrong_on_dtensors(call: Call) -> bool:
         isinstance(x, DTensor) and x.requires_grad and any(p.is_shard() for p in x.placements)
         for x in (*args, *kwargs.values())
     )
+
+
+_BY_INDEX = (
+    *("getitem", "index_select", "gather", "take", "take_along_dim", "masked_select", "index_put"),
+    *("scatter", "scatter_add", "index_add", "index_copy", "masked_scatter"),
+)
+
+
+def is_routing(call: Call) -> bool:
+    """Whether a call picks by an index, or makes one: numbers that have no gradient."""
+    return call.name.strip("_") in _BY_INDEX or not call.given[0].is_floating_point()
 
 
 def dims_mixed(call: Call, ndim: int) -> tuple[int, ...]:

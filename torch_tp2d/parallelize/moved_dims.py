@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,11 +18,10 @@ RESHAPES = ("view", "reshape", "flatten", "unflatten")
 VIEWS = (
     *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze"),
     *("squeeze", "expand", "chunk", "split", "tensor_split", "unbind", "narrow", "select"),
-    *("__getitem__", "__get__", "t", "adjoint", "view_as_complex", "view_as_real"),
+    *("__getitem__", "__get__", "t", "adjoint"),
 )
 
-
-Of = Literal["features", "fused", "tokens", "samples", "several"]
+Of = Literal["features", "fused", "joined", "tokens", "samples", "several"]
 
 
 class Part(NamedTuple):
@@ -30,8 +30,10 @@ class Part(NamedTuple):
     axis: int
     """The index of the mesh axis."""
     of: Of
-    """Features or heads; those of several projections or tokens, of each a part; tokens of each
-    sample; samples; several dims in one."""
+    """Features or heads; those of several projections, or of several tokens, of each a part; tokens
+    of each sample; samples; several dims in one."""
+    was: tuple[torch.Size, int] | None = None
+    """The shape in which features were a dim by themselves, and that dim, if a view may undo it."""
 
 
 def moved(
@@ -64,18 +66,22 @@ def moved(
             if name in RESHAPES and y.shape[: dim + 1] == x.shape[: dim + 1]:
                 found[dim] = part
                 continue
+            if name in RESHAPES and part.was is not None and part.was[0] == y.shape:
+                found[part.was[1]] = Part(part.axis, "features")
+                continue
             if name in RESHAPES and part.of in ("samples", "several"):
                 # Taken apart again, a dim of one among them would be lost.
                 if dim == 0 and y.shape[0] > x.shape[0]:
                     found[0] = Part(part.axis, "several")
                 continue
-            if name in RESHAPES and 0 < dim == x.ndim - 1 and y.ndim > x.ndim:
-                cuts(y.shape[dim:], part.axis)
-                # Features become heads and features of each: the heads are split.
-                if y.ndim == x.ndim + 1 and y.shape[:dim] == x.shape[:dim]:
-                    # Of several side by side, which dim holds the parts is not known.
-                    found[dim] = part._replace(of="several") if part.of == "fused" else part
-                continue
+            if name in RESHAPES and 0 < dim == x.ndim - 1:
+                at = _cut_at(x, y)
+                if at is not None:
+                    cuts(y.shape[at:], part.axis)
+                    # Features become heads and features of each: the heads are split.
+                    found[at] = _is_cut(part)
+                if at is not None or y.shape[-2:] == (1, *x.shape[-1:]):
+                    continue
             least, end = twin.stride(dim), twin.stride(dim) * twin.shape[dim]
             there = [
                 (like.stride(at), at)
@@ -91,16 +97,33 @@ def moved(
             for at in reversed(range(like.ndim)):
                 until = like.stride(at) * like.shape[at]
                 if like.stride(at) <= least and end <= until:
-                    found[at] = Part(part.axis, _joined(part, end == until, at == like.ndim - 1))
+                    found[at] = _is_joined(part, end == until, at == like.ndim - 1, (x.shape, dim))
                     break
+            if part.of == "joined" and not found:
+                found[y.ndim - 1] = part._replace(was=None)
         if found:
             yield y, found
 
 
-def _joined(part: Part, is_outer: bool, is_last: bool) -> Of:
+def _cut_at(x: Tensor, y: Tensor) -> int | None:
+    """Where in ``y`` the dims begin that the last of ``x`` is cut into, if it is."""
+    last, ahead = x.shape[-1], x.ndim - 1
+    if y.ndim > x.ndim and y.shape[:ahead] == x.shape[:-1]:
+        return ahead
+    sizes = {at: math.prod(y.shape[at:]) for at in range(y.ndim - 1)}
+    return next((at for at, size in sizes.items() if size == last and y.shape[at] > 1), None)
+
+
+def _is_cut(part: Part) -> Part:
+    # Of several side by side, which dim holds the parts is not known.
+    return part._replace(of="several") if part.of == "fused" else part._replace(was=None)
+
+
+def _is_joined(part: Part, is_outer: bool, is_last: bool, was: tuple[torch.Size, int]) -> Part:
     """What a dim holds that this and other dims became."""
-    if part.of not in ("features", "fused"):
-        return "several"
+    if part.of not in ("features", "fused", "joined"):
+        return Part(part.axis, "several")
     if is_outer:
-        return part.of
-    return "fused" if is_last else "several"
+        return part._replace(was=None)
+    there = was if part.of == "features" else None
+    return Part(part.axis, "joined" if is_last else "several", there)

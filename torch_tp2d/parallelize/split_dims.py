@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._tracing import in_graph
+from ..comm.axis import Axis
 from ..mesh.axes import on_mesh
 from ..mesh.grid import Grid
 from ..mesh.handed import said_of
@@ -21,20 +22,17 @@ from ..mesh.layouts import Layout, normalize
 from .cut_heads import are_heads, cut_heads
 from .drawn import Drawn, state_before
 from .findings import Findings
-from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_wrong_on_dtensors
+from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_routing, is_wrong_on_dtensors
 from .moved_dims import RESHAPES, VIEWS, Part, moved
 from .one_by_one import own_dims
 from .own_results import OwnResults
-from .partial_sums import PRODUCTS, WRITES, PartialSums, dims_summed
+from .partial_sums import WRITES, PartialSums, dims_summed
+from .refusals import A_DTENSOR, adds_up, all_of_it, not_of_all, some_of_it
 from .some_samples import SomeSamples
 from .user_code import Call, is_local, local_tensors, place_of
 
 __all__ = ["SplitDims"]
 
-_A_DTENSOR = (
-    "a DTensor (use_local_output=False), or write this as a module under torch_tp2d.Replicate(), "
-    "which computes on DTensors"
-)
 _JOIN = ("cat", "concat", "concatenate", "stack")
 _ELEMENTWISE = (
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
@@ -115,21 +113,23 @@ class SplitDims(Findings, TorchFunctionMode):
         if (
             reduced is None
             and not name.endswith("_like")
-            and name not in (*_ELEMENTWISE, *_JOIN, *PRODUCTS)
+            and name not in (*_ELEMENTWISE, *_JOIN)
             and self._split_dims(x).keys().isdisjoint(dims_mixed(call, x.ndim))
-            and not any(dims_summed(call))
+            and not self._adds_up(call)
             and not dims_sliced(call, x.ndim)
         ):
             self._calls_again(call)
 
     def _calls_again(self, call: Call) -> None:
         """Functions of which nothing else is known."""
+        # Which samples and tokens go where is the user's to say, as those of an expert.
+        apart = ("samples", "tokens") if is_routing(call) else ()
         for number in (0, 1):
             parts = [
                 (x, dim, part)
                 for x in call.given
                 for dim, part in self._split_dims(x).items()
-                if part.axis == number and part.of != "several"
+                if part.axis == number and part.of not in (*apart, "several")
             ]
             if not parts or (place := place_of()) is None:
                 continue
@@ -140,11 +140,11 @@ class SplitDims(Findings, TorchFunctionMode):
                 self._split[y] = found if at < 0 else {**found, at: part}
             if own != []:
                 continue
-            y, said = call.made[0], self._not_of_all(place, call.name, x, dim)
+            y, said = call.made[0], not_of_all(place, call.name, x, dim, part.of, self._axis(part))
             if not y.ndim:
                 self._own.note(call.made, said)
-            # Samples and tokens that are picked out are the user's, as those of an expert.
-            elif part.of in ("features", "fused") or y.shape[dim : dim + 1] == (x.shape[dim],):
+            # Of other sizes, they are picked out.
+            elif part.of not in ("samples", "tokens") or y.shape[dim : dim + 1] == (x.shape[dim],):
                 self.refuses(said)
 
     def goes_on_with(self, given: Sequence[Any]) -> None:
@@ -163,33 +163,34 @@ class SplitDims(Findings, TorchFunctionMode):
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
         """Say which dim ``tp_col`` splits, if that is not the one of ``layout``."""
         wanted = layout[1]
-        for dim, (axis, of) in self._split.get(x, {}).items():
+        for dim, (axis, of, _) in self._split.get(x, {}).items():
             elsewhere = isinstance(wanted, Shard) and dim != wanted.dim
             if axis and of in ("features", "tokens") and elsewhere:
                 return f"of whose dim {dim} each rank has a part along {self.grid.col.name}"
         return ""
 
-    def takes(self, x: Tensor, layout: Layout, given: str, *, takes_fused: bool) -> None:
-        """Note a tensor that a module takes in ``layout``, but which holds something else."""
+    def holds(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
+        """What a tensor that a module takes in ``layout`` holds instead, and what to do."""
         found = self._sums.find(x)
         if found is not None and not isinstance(layout[found[0]], Partial):
-            self.refuses(f"{given}, a sum of this rank's part: {found[1]}")
-        for dim, (axis, of) in self._split_dims(x).items():
-            if axis and of == "fused" and layout[1] == Shard(dim) and not takes_fused:
-                self.refuses(
-                    f"{given}, whose dim {dim} holds a part of each of several projections or "
-                    f"tokens, side by side: take them apart first (x.chunk(n, -1)), or let the "
-                    f"modules before "
-                    f"it hand on all features (output_layouts=Replicate()) or DTensors "
+            return f", a sum of this rank's part: {found[1]}"
+        for dim, part in self._split_dims(x).items():
+            mixed_up = part.of == "joined" or (part.of == "fused" and layout[1] == Shard(dim))
+            if part.axis and mixed_up and not (takes_fused or isinstance(layout[1], Replicate)):
+                return (
+                    f", whose dim {dim} holds a part of each of several projections or tokens, "
+                    f"side by side: take them apart first (x.chunk(n, -1)), or let the modules "
+                    f"before it hand on all features (output_layouts=Replicate()) or DTensors "
                     f"(use_local_output=False)"
                 )
+        return ""
 
     def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
         """Note ``other``, if in a dim that is split of ``x`` it is not, but as large as a part."""
         if not (is_local(x) and is_local(other)) or self.is_full:
             return
         whole = self._split_dims(other)
-        for dim, (axis, of) in self._split_dims(x).items():
+        for dim, (axis, of, _) in self._split_dims(x).items():
             at = dim - x.ndim + other.ndim
             # Samples are taken one by one by what makes anything for all of them, unless it is
             # random. One of them alone may be a number for all.
@@ -216,6 +217,9 @@ class SplitDims(Findings, TorchFunctionMode):
             self.doubts(f"{place} {self._met[place]}", said, values, along, axis)
             return
 
+    def _axis(self, part: Part) -> Axis:
+        return (self.grid.row, self.grid.col)[part.axis]
+
     def _split_dims(self, x: Tensor) -> dict[int, Part]:
         note = said_of(x)
         if note.layout is not None and note.axes is not None and note.ndim == x.ndim:
@@ -225,7 +229,7 @@ class SplitDims(Findings, TorchFunctionMode):
         return known
 
     def _axes_of(self, x: Tensor) -> set[int]:
-        return {axis for axis, _ in self._split_dims(x).values()}
+        return {part.axis for part in self._split_dims(x).values()}
 
     def _parts_of(self, layout: Layout, ndim: int, *, fused: bool = False) -> dict[int, Part]:
         found: dict[int, Part] = {}
@@ -265,7 +269,7 @@ class SplitDims(Findings, TorchFunctionMode):
                     if dim != along or is_new:
                         found[dim + (is_new and along is not None and dim >= along)] = part
                     elif part.of in ("features", "fused"):
-                        found[dim] = part._replace(of="fused")
+                        found[dim] = Part(part.axis, "fused")
             elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
                 ahead = made.ndim - x.ndim
                 found |= {dim + ahead: part for dim, part in split.items() if dim < last}
@@ -278,9 +282,9 @@ class SplitDims(Findings, TorchFunctionMode):
         """Functions that move dims."""
         split = dict(self._split_dims(x))
         for dim in dims_sliced(call, x.ndim):
-            if dim in split and split[dim].of == "fused":
-                # One of the projections, for what follows.
-                split[dim] = split[dim]._replace(of="features")
+            if dim in split and split[dim].of in ("fused", "joined"):
+                # One of the projections or tokens, for what follows.
+                split[dim] = Part(split[dim].axis, "features")
             elif dim in split and self._are_heads(x, dim, call.made):
                 del split[dim]
         for y, found in moved(call, x, split, self._cuts):
@@ -289,28 +293,17 @@ class SplitDims(Findings, TorchFunctionMode):
     def _mixes(self, call: Call, x: Tensor) -> None:
         name, split = call.name, self._split_dims(x)
         alone = dims_reduced(call, x.ndim) is None
-        kinds = ["features", "fused", *(["samples"] if alone else [])]
+        kinds = ["features", "fused", "joined", *(["samples"] if alone else [])]
         # Of what has no gradient the graph does not tell that tokens were mixed.
         kinds += ["tokens"] if name in ("argmax", "argmin", "argsort", "batch_norm") else []
+        kinds = kinds[:3] if is_routing(call) else kinds
         by_style = name == "scaled_dot_product_attention"  # Which dropout passes on.
         for dim in dims_mixed(call, x.ndim):
             if dim not in split or split[dim].of not in kinds:
                 continue
             if (place := place_of(by_style)) is not None:
-                self.refuses(self._not_of_all(place, name, x, dim))
+                self.refuses(not_of_all(place, name, x, dim, split[dim].of, self._axis(split[dim])))
                 return
-
-    def _not_of_all(self, place: str, name: str, x: Tensor, dim: int) -> str:
-        part = self._split_dims(x)[dim]
-        axis = (self.grid.row, self.grid.col)[part.axis]
-        of = part.of if part.of in ("samples", "tokens") else "features or heads"
-        return (
-            f"in {place} {name} takes dim {dim} of a tensor of shape {tuple(x.shape)} for all "
-            f"{of}, but each rank has a part of them along {axis.name}. Write it as a module under "
-            f"torch_tp2d.Replicate() with input_layouts=(Shard(0), Shard(-1)), which sees all of "
-            f"them, let the module before it hand on DTensors (use_local_output=False), or go on "
-            f"from a sum over the ranks"
-        )
 
     def _follow_some(self, call: Call) -> None:
         name, (made,) = call.name, call.made
@@ -320,11 +313,15 @@ class SplitDims(Findings, TorchFunctionMode):
             self.refuses(
                 f"in {place} {name} takes samples of a slice together with others, but each rank "
                 f"has a part of them along {self.grid.row.name}, and would take others. Let the "
-                f"module before it hand on {_A_DTENSOR}"
+                f"module before it hand on {A_DTENSOR}"
             )
 
     def _has_samples(self, x: Tensor) -> bool:
         return any(part.of == "samples" for part in self._split_dims(x).values())
+
+    def _adds_up(self, call: Call) -> bool:
+        pairs = zip(call.given, dims_summed(call), strict=False)
+        return any(dim in self._split_dims(x) for x, dims in pairs for dim in dims)
 
     def _sums_up(self, call: Call) -> None:
         """Functions that add up, of which the ranks' results are the terms of a sum."""
@@ -332,15 +329,8 @@ class SplitDims(Findings, TorchFunctionMode):
             split = self._split_dims(x)
             for dim in dims:
                 if dim in split and (place := place_of()) is not None:
-                    axis = (self.grid.row, self.grid.col)[split[dim].axis]
-                    whole = "all of it (output_layouts=Replicate()) or "
-                    said = (
-                        f"in {place} {call.name} adds up dim {dim} of a tensor of shape "
-                        f"{tuple(x.shape)}, but each rank has a part of it along {axis.name}, and "
-                        f"goes on with its own sum as if it were that of all. Let the module "
-                        f"before it hand on {'' if split[dim].of == 'samples' else whole}"
-                        f"{_A_DTENSOR}, or sum over the ranks first"
-                    )
+                    axis = self._axis(split[dim])
+                    said = adds_up(place, call.name, x, dim, split[dim].of, axis)
                     self._sums.note(call.made[0], split[dim].axis, said)
 
     def _slices(self, call: Call, x: Tensor) -> None:
@@ -355,14 +345,7 @@ class SplitDims(Findings, TorchFunctionMode):
             if split[dim].of != "features" or self._are_heads(x, dim, made):
                 continue
             if (place := place_of()) is not None:
-                axis = (self.grid.row, self.grid.col)[split[dim].axis]
-                self.refuses(
-                    f"in {place} {call.name} takes some entries of dim {dim} of a tensor of shape "
-                    f"{tuple(x.shape)}, but each rank has a part of them along {axis.name}, and "
-                    f"would take others. If the module before it holds several projections side by "
-                    f"side, say so by its parts=; else let it hand on all of them "
-                    f"(output_layouts=Replicate()), or a DTensor (use_local_output=False)"
-                )
+                self.refuses(some_of_it(place, call.name, x, dim, self._axis(split[dim])))
 
     def _cuts(self, sizes: Sequence[int], axis: int) -> None:
         """Features that are cut into heads, of ``sizes``."""
@@ -383,15 +366,7 @@ class SplitDims(Findings, TorchFunctionMode):
         split = self._split_dims(x)
         parts = [dim for dim in reduced if dim in split]
         if parts and (place := place_of()) is not None:
-            axis = (self.grid.row, self.grid.col)[split[parts[0]].axis]
-            said = (
-                f"in {place} {name} takes all of dim {parts[0]} of a tensor of shape "
-                f"{tuple(x.shape)}, but each rank has a part of it along {axis.name}, and goes on "
-                f"with what it has made of that. Let the module before it hand on a DTensor "
-                f"(use_local_output=False), of which it is that of all, and go on with its "
-                f"full_tensor(); or write this as a module under torch_tp2d.Replicate(), which "
-                f"computes on DTensors. What is only looked at is to be made in torch.no_grad()"
-            )
+            said = all_of_it(place, name, x, parts[0], self._axis(split[parts[0]]))
             self._own.note([y], said)
         kept = [dim for dim in range(x.ndim) if y.ndim == x.ndim or dim not in reduced]
         if len(kept) == y.ndim:

@@ -72,11 +72,10 @@ class Watch(Protocol):
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
         """Which dim ``tp_col`` splits of a tensor, if on the mesh ``layout`` splits another."""
 
-    def takes(self, x: Tensor, layout: Layout, given: str, *, takes_fused: bool) -> None:
-        """A module takes a tensor in ``layout``.
+    def holds(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
+        """What a tensor that a module takes in ``layout`` holds instead, and what to do.
 
         Args:
-            given: says which module takes what, for messages.
             takes_fused: the module may take features of several projections, of each a part.
         """
 

@@ -293,17 +293,22 @@ def check_handed(
     if watch is not None and not certain:
         layout = normalize(declared, x.ndim)
         there = on_mesh(layout, grid.axes)
-        given = (
+        elsewhere = watch.lies_elsewhere(x, there)
+        held = watch.holds(x, there, takes_fused=takes_fused)
+        # Only then: what describes a module computes what is parametrized of it.
+        given = elsewhere or held
+        given = given and (
             f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
             f"layout {layout}, but is given one of shape {tuple(x.shape)}"
         )
-        if elsewhere := watch.lies_elsewhere(x, there):
+        if elsewhere:
             raise ValueError(
                 f"{given} {elsewhere}: write what moves the dims as a module under "
                 f"torch_tp2d.Replicate(), have the module before it hand on a DTensor, which knows "
                 f"its dims (use_local_output=False), or say by input_layouts how it lies"
             )
-        watch.takes(x, there, given, takes_fused=takes_fused)
+        if held:
+            watch.refuses(given + held)
     check_made_of([x], declared, module, grid, certain=certain)
 
 
