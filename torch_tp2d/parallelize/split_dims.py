@@ -270,6 +270,8 @@ class SplitDims(Findings, TorchFunctionMode):
                         found[dim + (is_new and along is not None and dim >= along)] = part
                     elif part.of in ("features", "fused"):
                         found[dim] = Part(part.axis, "fused")
+                    elif part.of == "joined":
+                        found[dim] = Part(part.axis, "joined")
             elif made.shape == x.shape or (elementwise or product) and made.ndim >= x.ndim:
                 ahead = made.ndim - x.ndim
                 found |= {dim + ahead: part for dim, part in split.items() if dim < last}
@@ -282,7 +284,8 @@ class SplitDims(Findings, TorchFunctionMode):
         """Functions that move dims."""
         split = dict(self._split_dims(x))
         for dim in dims_sliced(call, x.ndim):
-            if dim in split and split[dim].of in ("fused", "joined"):
+            of, was = (split[dim].of, split[dim].was) if dim in split else ("", None)
+            if of == "fused" or (of == "joined" and was is not None):
                 # One of the projections or tokens, for what follows.
                 split[dim] = Part(split[dim].axis, "features")
             elif dim in split and self._are_heads(x, dim, call.made):
