@@ -82,7 +82,8 @@ _BY_INDEX = (
 
 def is_routing(call: Call) -> bool:
     """Whether a call picks by an index, or makes one: numbers that have no gradient."""
-    return call.name.strip("_") in _BY_INDEX or not call.given[0].is_floating_point()
+    x = call.given[0]
+    return call.name.strip("_") in _BY_INDEX or not (x.is_floating_point() or x.is_complex())
 
 
 def dims_mixed(call: Call, ndim: int) -> tuple[int, ...]:

@@ -79,27 +79,40 @@ def _own_dims(
         return again(given)
 
     ys = made(0, 0)
-    swapped = made(0, 0, swapped=True) if by_place else ys
-    dims = []
-    for y, with_first, with_second, turned in zip(ys, made(0, 1), made(1, 0), swapped, strict=True):
-        if _same(y, with_first) and _same(y, with_second):
-            dims.append(-1)
-            continue
-        for dim in range(y.ndim if y.shape == with_first.shape == with_second.shape else 0):
-            at, end = y.shape[dim] * first // size, y.shape[dim]
-            if not at or end * first % size:
-                continue
-            front, back = y.narrow(dim, 0, at), y.narrow(dim, at, end - at)
-            if (
-                _same(front, with_first.narrow(dim, 0, at))
-                and _same(back, with_second.narrow(dim, at, end - at))
-                and (not by_place or _same(torch.cat([back, front], dim), turned))
-            ):
-                dims.append(dim)
-                break
-        else:
-            return []
-    return dims
+    unchanged = [True] * len(ys)
+    own = [[d for d in range(y.ndim) if _cut(y, d, first, size)] for y in ys]
+    # One by one, since what is made may be large.
+    for front, back, swapped in ((0, 1, False), (1, 0, False), (0, 0, True))[: 2 + by_place]:
+        for number, (y, z) in enumerate(zip(ys, made(front, back, swapped=swapped), strict=True)):
+            unchanged[number] &= swapped or _same(y, z)
+            own[number] = [
+                dim
+                for dim in own[number]
+                if y.shape == z.shape
+                and _is_own(y, z, dim, _cut(y, dim, first, size), front, back, swapped)
+            ]
+    if not all(dims or as_it_was for dims, as_it_was in zip(own, unchanged, strict=True)):
+        return []
+    return [-1 if as_it_was else dims[0] for dims, as_it_was in zip(own, unchanged, strict=True)]
+
+
+def _cut(y: Tensor, dim: int, first: int, size: int) -> int:
+    """Where a dim is cut as the parts are, 0 if it cannot be."""
+    at, left = divmod(y.shape[dim] * first, size)
+    return 0 if left else at
+
+
+def _is_own(y: Tensor, z: Tensor, dim: int, at: int, front: int, back: int, swapped: bool) -> bool:
+    """Whether the halves of a dim are as they were where those of the parts are."""
+    end = y.shape[dim]
+    first, second = y.narrow(dim, 0, at), y.narrow(dim, at, end - at)
+    if swapped:
+        return _same(second, z.narrow(dim, 0, end - at)) and _same(
+            first, z.narrow(dim, end - at, at)
+        )
+    return (front != 0 or _same(first, z.narrow(dim, 0, at))) and (
+        back != 0 or _same(second, z.narrow(dim, at, end - at))
+    )
 
 
 def is_linear(call: Call, sums: Sequence[Tensor]) -> bool | None:

@@ -33,6 +33,7 @@ from .user_code import Call, is_local, local_tensors, place_of
 
 __all__ = ["SplitDims"]
 
+_PRODUCT = ("matmul", "__matmul__", "bmm")
 _JOIN = ("cat", "concat", "concatenate", "stack")
 _ELEMENTWISE = (
     *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
@@ -113,7 +114,7 @@ class SplitDims(Findings, TorchFunctionMode):
         if (
             reduced is None
             and not name.endswith("_like")
-            and name not in (*_ELEMENTWISE, *_JOIN)
+            and name not in (*_ELEMENTWISE, *_JOIN, *_PRODUCT)
             and self._split_dims(x).keys().isdisjoint(dims_mixed(call, x.ndim))
             and not self._adds_up(call)
             and not dims_sliced(call, x.ndim)
@@ -249,7 +250,7 @@ class SplitDims(Findings, TorchFunctionMode):
         name, args, given, (made,) = call.name, call.args, call.given, call.made
         if name.endswith("_like"):
             return
-        product, joined = name in ("matmul", "__matmul__", "bmm"), name in _JOIN
+        product, joined = name in _PRODUCT, name in _JOIN
         along = call.kwargs.get("dim", args[1] if len(args) > 1 else 0) if joined else None
         along = along % made.ndim if type(along) is int else None
         is_new = name == "stack"
