@@ -18,9 +18,9 @@ from ..runtime.versions import same_bits
 from .one_by_one import is_linear
 from .user_code import Call
 
-__all__ = ["PRODUCTS", "WRITES", "PartialSums", "dims_summed"]
+__all__ = ["WRITES", "PartialSums", "dims_summed"]
 
-PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "mul", "multiply")
+_PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "mul", "multiply")
 _ADD = ("add", "radd", "iadd", "sub", "rsub", "isub", "cat", "concat", "stack", "where")
 _DIVIDE = ("div", "divide", "true_divide", "idiv", "itruediv")
 _LINEAR = (
@@ -32,7 +32,7 @@ _LINEAR = (
 WRITES = ("copy_", "fill_", "zero_", "set_")
 """Functions that leave nothing of what they write to."""
 _TOGETHER = ("scaled_dot_product_attention", "cross_entropy", "layer_norm", "rms_norm")
-"""Some of which that of a sum is not the sum of those of its terms; others are tried."""
+"""Functions of which that of a sum is not the sum of those of its terms, too large to try."""
 
 
 class _Sum(NamedTuple):
@@ -44,7 +44,10 @@ class _Sum(NamedTuple):
 
 
 class PartialSums:
-    """Follows partial sums through torch's functions."""
+    """Follows partial sums through torch's functions: what is linear in them is one again.
+
+    Functions that no list has are tried.
+    """
 
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
@@ -89,18 +92,20 @@ class PartialSums:
             return ""
         axis, said = next(iter(sums.values()))
         others = [x for at, x in enumerate(given) if at not in sums]
-        product, divides = name in PRODUCTS, name in _DIVIDE
+        product, divides = name in _PRODUCTS, name in _DIVIDE
         keeps: bool | None = product or divides or name in _ADD or name in _LINEAR or writes
         if not keeps and name not in _TOGETHER:
             keeps = is_linear(call, [given[at] for at in sums])
+        if keeps is None:
+            return ""
         wrong = (
             not keeps
             or (product and len(sums) > 1)
             or (divides and 1 in sums)
             or (name not in _LINEAR and any(axis in axes_of(x) for x in others))
         )
-        if keeps is None or wrong:
-            return said if wrong and keeps is not None else ""
+        if wrong:
+            return said
         for x in call.made:
             self.note(x, axis, said)
         return ""

@@ -46,7 +46,8 @@ class SplitDims(Findings, TorchFunctionMode):
     """Notes tensors that have as many entries as a rank's part of another, which they meet.
 
     Which dims of a tensor are split is told by what a style has noted of it, and followed through
-    functions that move dims or take elements one by one; beyond others it is not known.
+    functions that move dims, join them or take elements one by one; others are called again
+    (:mod:`.one_by_one`), to see what they take together.
     """
 
     def __init__(self, grid: Grid) -> None:
