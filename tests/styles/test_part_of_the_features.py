@@ -325,15 +325,20 @@ ONE_BY_ONE: dict[str, Act] = {
     "slices": lambda x: torch.cat([F.gelu(one) * one for one in x.split(1)]),
     "single ones": lambda x: torch.stack([x[at] + x[at].mean(-1, True) for at in range(len(x))]),
     "by experts": lambda x: _by_experts(x.flatten(0, 1)).view_as(x),
-    "samples by experts": lambda x: x * _by_experts(x.mean(1))[:, None],
     "sums of features": lambda x: x / (1 + _sum_of_squares(x)),
+}
+
+
+WHOLE_SAMPLES: dict[str, Act] = {
+    "samples by experts": lambda x: x * _by_experts(x.mean(1))[:, None],
 }
 
 
 def _between(rows: int, columns: int) -> dict[str, str]:
     mesh, said = grid_mesh(rows, columns), {}
     stream = Shard(1) if rows == 1 else Replicate()
-    for name, act in ((OF_TOKENS if rows == 1 else OF_SAMPLES) | ONE_BY_ONE).items():
+    acts = OF_TOKENS if rows == 1 else OF_SAMPLES | WHOLE_SAMPLES
+    for name, act in (acts | ONE_BY_ONE).items():
         model = Between(VOCAB, WIDTH, lambda act=act: Acts(act)).double()
         reference = copy.deepcopy(model)
         ids = torch.randint(0, VOCAB, (8, 6), generator=torch.Generator().manual_seed(1))
