@@ -64,7 +64,8 @@ class SplitDims(Findings, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        # Not every function's name is a string (flex_attention's).
+        name, kwargs = str(getattr(func, "__name__", "")), kwargs or {}
         call = Call(func, name, args, kwargs, local_tensors(args, kwargs))
         # As they are before the function may write to them.
         terms = self._sums.among(call.given) if self._sums else {}
