@@ -56,6 +56,14 @@ SELECTIVE_MODES = _CachingTorchDispatchMode, _CachedTorchDispatchMode
 """The modes in which selective checkpointing runs a region, and recomputes it."""
 
 
+def vmapped(x: Tensor) -> Tensor | None:
+    """What ``torch.vmap`` was given of which ``x`` is an entry; None if it is no such entry."""
+    if not torch._C._functorch.is_batchedtensor(x):
+        return None
+    whole: Tensor = torch._C._functorch.get_unwrapped(x)
+    return whole
+
+
 def dispatch_modes() -> Sequence[Any]:
     """The active dispatch modes, among which may be a region of selective checkpointing."""
     return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
@@ -398,6 +406,15 @@ def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile``, or the module's own ``compile()``, compiles its calls."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Let Dynamo call a function when it traces, as ``torch.compiler.assume_constant_result`` does.
+
+    Which imports Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 REPLICATE = "torch.distributed._composable.replicate"

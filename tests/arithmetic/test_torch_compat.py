@@ -91,6 +91,13 @@ def _() -> None:
     assert [compat.is_mutable(op) for op in mode.seen] == [False, True]
 
 
+@of("vmapped")
+def _() -> None:
+    x, found = torch.ones(2, 3), []
+    torch.vmap(lambda one: found.append(compat.vmapped(one)) or one)(x)
+    assert found[0] is x and compat.vmapped(x) is None
+
+
 @of("SELECTIVE_MODES")
 def _() -> None:
     found = []
@@ -131,6 +138,15 @@ def _() -> None:
         for ask in (Tensor.nonzero, Tensor.item):
             with pytest.raises(compat.NEEDS_VALUES):
                 ask(torch.ones(1))
+
+
+@of("constant_in_graphs")
+def _() -> None:
+    traced = []
+    told = compat.constant_in_graphs(lambda: traced.append(1) or True)
+    graph = torch.compile(lambda x: x + told(), backend="eager", fullgraph=True)
+    assert [graph(torch.ones(1)).item() for _ in range(2)] == [2, 2]
+    assert traced == [1]
 
 
 @of("is_compiled")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .._torch_compat import disable_current_modes
-from .user_code import Call, is_local
+from .user_code import Call, is_local, namespace_of
 
 __all__ = ["is_linear", "own_dims"]
 
@@ -139,6 +139,7 @@ def _again(call: Call) -> Iterator[Again | None]:
     func, args, kwargs = call.func, call.args, call.kwargs
     known = _tensors(args, kwargs)
     is_torchs = isinstance(func, _TORCHS) and getattr(func, "__module__", "torch")[:5] == "torch"
+    is_torchs = is_torchs or namespace_of(func) == "aten"
     if not is_torchs or not all(type(x) in (Tensor, Parameter) and not x.is_meta for x in known):
         yield None
         return

@@ -29,6 +29,7 @@ from .own_results import OwnResults
 from .partial_sums import WRITES, PartialSums, dims_summed
 from .refusals import A_DTENSOR, adds_up, all_of_it, not_of_all, some_of_it
 from .some_samples import SomeSamples
+from .unfollowed import leaves_torch, loses_a_part
 from .user_code import Call, is_local, local_tensors, place_of
 
 __all__ = ["SplitDims"]
@@ -64,8 +65,8 @@ class SplitDims(Findings, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Not every function's name is a string (flex_attention's).
-        name, kwargs = str(getattr(func, "__name__", "")), kwargs or {}
+        # Not every function's name is a string (flex_attention's); an operator's has its overload.
+        name, kwargs = str(getattr(func, "__name__", "")).partition(".")[0], kwargs or {}
         call = Call(func, name, args, kwargs, local_tensors(args, kwargs))
         # As they are before the function may write to them.
         terms = self._sums.among(call.given) if self._sums else {}
@@ -82,7 +83,11 @@ class SplitDims(Findings, TorchFunctionMode):
                 f"out, as in (x - y).square().mean(), or give it x.full_tensor()"
             )
         made = [x for x in (out if isinstance(out, tuple | list) else [out]) if is_local(x)]
-        if made:
+        goes_on = torch.is_grad_enabled() or not self._records
+        said = own or next((said for _, said in terms.values()), "")
+        if leaves_torch(call, said if goes_on else ""):
+            return out
+        if made and not loses_a_part(call, self._split_dims, self._axis):
             call = call._replace(made=made)
             self._drawn.follow(call, drawn)
             self._is_made(call, terms, own)

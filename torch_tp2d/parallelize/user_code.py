@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Call", "is_local", "local_tensors", "place_of"]
+from ..styles.module_kinds import describe_module
+
+__all__ = ["Call", "is_local", "local_tensors", "namespace_of", "place_of"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_WATCH = "user_code.py", "split_dims.py", "moved_dims.py"
+_MODULES = f"{Path(nn.modules.__file__).parent}{os.sep}"
+_LOCAL = f"{_PACKAGE}styles{os.sep}local.py"
+_WATCH = "user_code.py", "split_dims.py", "moved_dims.py", "unfollowed.py"
 """The files between a function and what asks for its caller."""
+_OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
 
 class Call(NamedTuple):
@@ -37,6 +42,11 @@ def is_local(x: Any) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and not isinstance(x, DTensor)
 
 
+def namespace_of(func: Any) -> str:
+    """That of an operator, ``aten`` of ``torch.ops.aten.add``; empty for another function."""
+    return str(func).partition(".")[0] if isinstance(func, _OPERATORS) else ""
+
+
 def local_tensors(args: Any, kwargs: dict[str, Any] | None) -> list[Tensor]:
     """Those among the arguments of one of torch's functions, and in their lists and tuples."""
     found: list[Tensor] = []
@@ -51,18 +61,25 @@ def local_tensors(args: Any, kwargs: dict[str, Any] | None) -> list[Tensor]:
 def place_of(by_style: bool = False) -> str | None:
     """The file and line of the user's code that calls a function; None if a style does.
 
+    The name of one of torch's modules that does, run by Local2D on what a rank has.
+
     Args:
         by_style: look further if it does.
     """
     frame: Any = inspect.currentframe()
+    module, styled = "", False
     while frame is not None:
-        path = frame.f_code.co_filename
+        path, function = frame.f_code.co_filename, frame.f_code.co_name
         # A mode around it stands between a function and who calls it.
         watches = path.startswith(_PACKAGE) and path.endswith(_WATCH)
-        passes_on = watches or frame.f_code.co_name == "__torch_function__"
+        passes_on = watches or function == "__torch_function__"
         if path.startswith(_PACKAGE) and not (passes_on or by_style):
-            return None
+            if path == _LOCAL or not module:
+                return module or None
+            styled = True
+        if function == "forward" and path.startswith(_MODULES) and not styled:
+            module = module or describe_module(frame.f_locals["self"])
         if not path.startswith((_PACKAGE, _TORCH)):
-            return f"{path}:{frame.f_lineno}"
+            return None if styled else f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return None
