@@ -571,7 +571,8 @@ def _compiled(rows: int, columns: int, heads: int, kv_heads: int, row_dim: int) 
     plan = plan_of(heads, kv_heads, columns, row_dim)
     torch_tp2d.parallelize_module(model, grid_mesh(rows, columns), plan)
     model.blocks[1].attention.compile(fullgraph=True, backend="aot_eager_decomp_partition")
-    return train_beside(reference, model, 17, 2, 8, steps=1)
+    # The first is in eager.
+    return train_beside(reference, model, 17, 2, 8, steps=2)
 
 
 @pytest.mark.deep

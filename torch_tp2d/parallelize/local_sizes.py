@@ -14,21 +14,35 @@ over: what one of them sees, with a single token or none, must not decide about 
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import is_compiled, tree_leaves
-from .._tracing import eager_only
+from .._torch_compat import constant_in_graphs, tree_leaves
+from .._tracing import eager_only, in_graph
 from ..comm.groups import sends
 from ..mesh.grid import Grid
 from ..runtime.context import context_of, in_backward
 from .first_forward import remove_hooks
+from .in_eager import InEager
 from .split_dims import SplitDims
 
 __all__ = ["LocalSizes"]
+
+
+@constant_in_graphs
+def _warn_of_a_graph() -> bool:
+    """When a graph is traced, whose code has no values to look at."""
+    warnings.warn(
+        "torch_tp2d: a model is compiled as a whole and has not run in eager, where its checks "
+        "look at the code between modules: compile its blocks alone, or run a forward first, in "
+        "torch.compiler.set_stance('force_eager')",
+        stacklevel=2,
+    )
+    return True
 
 
 class LocalSizes:
@@ -41,6 +55,7 @@ class LocalSizes:
         self.mesh = mesh
         self._ran = False
         self._watch: SplitDims | None = None
+        self._eager = InEager()
 
     def __deepcopy__(self, memo: Any) -> LocalSizes:
         return LocalSizes(self.mesh)
@@ -53,24 +68,30 @@ class LocalSizes:
         # The other only if the forward has not raised, which one rank alone may do.
         module.register_forward_hook(hooks.ends, always_call=True)
 
-    @eager_only
     def begins(self, module: nn.Module, args: Any) -> None:
+        if in_graph():
+            _warn_of_a_graph()
+            return
         context = context_of(self.mesh)
-        if in_backward() or context.watch is not None or not sends(self.mesh):
+        if in_backward() or not sends(self.mesh):
+            return
+        if context.watch is not None:
+            # That of a model around this one looks at it, too.
+            if self._watch is None and torch.is_grad_enabled():
+                self._remove(module)
             return
         if self._ran and not torch.is_grad_enabled():
             return
-        if any(map(is_compiled, module.modules())):
-            # A graph made while a mode is active would be made again without it.
-            self._remove(module)
-            return
+        # In a graph nothing can be looked at, and one made while a mode is active would be made
+        # again without it.
+        self._eager.begin(module)
         self._watch = SplitDims(Grid(self.mesh))
         self._watch.__enter__()
         context.watch = self._watch
 
     @eager_only
     def compares(self, module: nn.Module, args: Any, output: Any) -> None:
-        watch = self._end()
+        watch = self._end(output)
         if watch is not None:
             self._ran = True
             if torch.is_grad_enabled():
@@ -81,16 +102,20 @@ class LocalSizes:
 
     @eager_only
     def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        watch, raised = self._end(), sys.exc_info()[1]
+        raised = sys.exc_info()[1]
+        note = self._eager.note(raised)
         # Only after a forward that has raised is a watch left; what was found may be the cause.
-        if watch and watch.refused and raised and hasattr(raised, "add_note"):
-            raised.add_note(f"torch_tp2d: {watch.refused}")
+        watch = self._end(None)
+        note = watch.refused or note if watch else note
+        if note and raised and hasattr(raised, "add_note"):
+            raised.add_note(f"torch_tp2d: {note}")
 
-    def _end(self) -> SplitDims | None:
-        watch = self._watch
+    def _end(self, output: Any) -> SplitDims | None:
+        watch, context = self._watch, context_of(self.mesh)
         if watch is not None:
             watch.__exit__(None, None, None)
-            self._watch, context_of(self.mesh).watch = None, None
+            self._watch, context.watch = None, None
+        self._eager.end(output, context)
         return watch
 
     def _remove(self, module: nn.Module) -> None:

@@ -80,6 +80,8 @@ class Backward:
         self.pending: list[PendingReduction] = []
         self.at_end: list[Callable[[], None]] = []
         """Called when the backward is over, such as to await transfers that were not used."""
+        self.in_any_case: list[Callable[[], None]] = []
+        """Called when it is over, or when a forward finds that an exception has ended it."""
         self.of_pass = False
         """Whether it belongs to a forward that ran as a :class:`~.prefetch.Pass`."""
 
@@ -115,7 +117,13 @@ class Backward:
         for call in self.at_end:
             call()
         self.at_end.clear()
+        self.undo()
         self.context.unseen.tell()
+
+    def undo(self) -> None:
+        """Run the calls in :attr:`in_any_case`."""
+        while self.in_any_case:
+            self.in_any_case.pop()()
 
 
 def backward_of(context: Context) -> Backward:
@@ -144,6 +152,8 @@ def drop_unfinished(context: Context) -> None:
     kept = context.accumulation
     if any(kept.settle in backward.at_end for backward in context.backwards.values()):
         kept.discard()
+    for backward in context.backwards.values():
+        backward.undo()
     context.backwards.clear()
 
 
