@@ -145,18 +145,20 @@ def normalize(layout: Layout, ndim: int) -> Layout:
     Raises:
         ValueError: if a shard dim does not exist.
     """
-    row, col = layout
-    first, second = _from_front(row, ndim, layout), _from_front(col, ndim, layout)
-    return layout if first is row and second is col else (first, second)
+    for placement in layout:
+        # Every layout passes here, and an isinstance that fails takes ten times as long as this.
+        if type(placement) is Replicate or not isinstance(placement, Shard):
+            continue
+        if not 0 <= placement.dim < ndim:
+            row, col = layout
+            return _from_front(row, ndim, layout), _from_front(col, ndim, layout)
+    return layout
 
 
 def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
-    # Every layout passes here, and an isinstance that fails takes ten times as long as this.
-    if type(placement) is Replicate or not isinstance(placement, Shard):
+    if not isinstance(placement, Shard) or 0 <= placement.dim < ndim:
         return placement
     dim = placement.dim
-    if 0 <= dim < ndim:
-        return placement
     if not -ndim <= dim < 0:
         raise ValueError(f"layout {layout} shards dim {dim} of a {ndim}-dim tensor")
     return Shard(static(dim + ndim))
