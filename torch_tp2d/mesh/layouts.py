@@ -146,8 +146,9 @@ def normalize(layout: Layout, ndim: int) -> Layout:
         ValueError: if a shard dim does not exist.
     """
     for placement in layout:
-        # Every layout passes here, and an isinstance that fails takes ten times as long as this.
-        if type(placement) is Replicate or not isinstance(placement, Shard):
+        # Every layout passes here, and an isinstance that fails takes ten times as long as this;
+        # type() is not known to Dynamo of torch 2.12.
+        if placement.is_replicate() or not isinstance(placement, Shard):
             continue
         if not 0 <= placement.dim < ndim:
             row, col = layout

@@ -244,7 +244,7 @@ class SplitDims(Findings, TorchFunctionMode):
         for number, (axis, p) in enumerate(
             zip((self.grid.row, self.grid.col), layout, strict=True)
         ):
-            if axis.size > 1 and type(p) is Shard:
+            if axis.size > 1 and isinstance(p, Shard):
                 features: Any = "fused" if fused else "features"
                 last = 1 < ndim == p.dim + 1
                 found[p.dim] = Part(

@@ -384,7 +384,9 @@ def _split_by(
 
     def gathered(x: DTensor) -> DTensor:
         split = [
-            p if isinstance(p, Replicate) or (type(p) is Shard and p.dim < dims) else Replicate()
+            p
+            if isinstance(p, Replicate) or (isinstance(p, Shard) and p.dim < dims)
+            else Replicate()
             for p in x.placements
         ]
         kept = _dividing(x, split)
