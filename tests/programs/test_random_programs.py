@@ -22,7 +22,7 @@ from programs.draw import DEEP_GRIDS, GRIDS, programs
 from programs.ranks import Worlds, shrink
 from support.marks import deep
 
-COUNT = 20
+COUNT = 50
 DEEP_COUNT = 500
 SHRINKING = 60.0
 """Seconds spent on simplifying a failing program."""

@@ -77,7 +77,7 @@ def _none(rows: int, columns: int) -> dict[str, float]:
     return differ
 
 
-@pytest.mark.parametrize("rows,columns", [(2, 2), deep(1, 4), deep(4, 1), deep(2, 3)])
+@pytest.mark.parametrize("rows,columns", [(2, 1), deep(2, 2), deep(1, 4), deep(4, 1), deep(2, 3)])
 def test_a_batch_without_samples(rows: int, columns: int) -> None:
     """Whether to keep a weight was a division by no samples, a ZeroDivisionError on every rank."""
     for differ in world.run(rows * columns, _none, rows, columns):
