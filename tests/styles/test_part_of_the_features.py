@@ -227,7 +227,10 @@ JOINED = {
 }
 BY_LOCAL2D = {
     f"{name} by Local2D": Case(act, more={"act": Local2D(input_layouts=Shard(-1))})
-    for name, act in {"softmax": nn.Softmax(-1), "group_norm": nn.GroupNorm(5, 5)}.items()
+    for name, act in {
+        "softmax": nn.Softmax(-1),
+        "group_norm": nn.GroupNorm(5, 5, affine=False),
+    }.items()
 }
 
 

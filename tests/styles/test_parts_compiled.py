@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support import world
 from support.models import grid_mesh
-from support.one_module import Between, gradients
+from support.one_module import Between, gradients, up_and_down
 from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 
 WIDTH, WIDE, VOCAB = 12, 32, 11
@@ -39,13 +39,7 @@ class Middle(nn.Module):
 
 def _parallelized(act: Any, in_place: bool, counter: CompileCounter) -> Between:
     model = Between(VOCAB, WIDTH, lambda: Middle(act)).double()
-    plan = {
-        "embed": Rowwise2D(output_layouts=Replicate()),
-        "middle.up": Colwise2D(),
-        "middle.down": Rowwise2D(output_layouts=Replicate()),
-        "head": Colwise2D(use_local_output=False),
-    }
-    parallelize_module(model, grid_mesh(1, 2), plan)
+    parallelize_module(model, grid_mesh(1, 2), up_and_down())
     if in_place:
         model.middle.compile(fullgraph=True, backend=counter)
     else:

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
 
 from support import world
 from support.marks import deep
 from support.models import grid_mesh
-from support.one_module import Between, gradients
-from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
+from support.one_module import Between, gradients, up_and_down
+from torch_tp2d import parallelize_module
 
 WIDTH, WIDE, HEAD, VOCAB, TOKENS = 12, 32, 4, 11, 5
 Act = Callable[[Tensor], Tensor]
@@ -138,13 +137,7 @@ def _said(rows: int, columns: int, count: int, seed: int) -> list[tuple[list[str
         model = Between(VOCAB, WIDTH, lambda names=names: _Middle(names)).double()
         reference = copy.deepcopy(model)
         ids = torch.randint(0, VOCAB, (4, TOKENS), generator=torch.Generator().manual_seed(1))
-        plan = {
-            "embed": Rowwise2D(output_layouts=Replicate()),
-            "middle.up": Colwise2D(),
-            "middle.down": Rowwise2D(output_layouts=Replicate()),
-            "head": Colwise2D(use_local_output=False),
-        }
-        parallelize_module(model, mesh, plan)
+        parallelize_module(model, mesh, up_and_down())
         try:
             for y in (model(ids).full_tensor(), reference(ids)):
                 F.cross_entropy(y.flatten(0, 1), ids.flatten()).backward()

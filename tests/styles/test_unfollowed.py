@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
 
 from support import world
 from support.marks import deep
 from support.models import grid_mesh
-from support.one_module import Between, gradients
-from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
+from support.one_module import Between, gradients, up_and_down
+from torch_tp2d import parallelize_module
 
 WIDTH, WIDE, VOCAB = 12, 32, 11
 Act = Callable[[Tensor], Tensor]
@@ -99,13 +98,7 @@ def _told(rows: int, columns: int) -> dict[str, tuple[list[str], str]]:
         model = Between(VOCAB, WIDTH, lambda act=act: Middle(act)).double()
         reference = copy.deepcopy(model)
         ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
-        plan = {
-            "embed": Rowwise2D(output_layouts=Replicate()),
-            "middle.up": Colwise2D(),
-            "middle.down": Rowwise2D(output_layouts=Replicate()),
-            "head": Colwise2D(use_local_output=False),
-        }
-        parallelize_module(model, mesh, plan)
+        parallelize_module(model, mesh, up_and_down())
         error = ""
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from support.marks import deep
 from support.models import noise, relative
-from torch_tp2d import parallelize_module
+from torch_tp2d import Colwise2D, Rowwise2D, parallelize_module
 
 TOLERANCE = 1e-12
 """Relative, in fp64, unless a test says otherwise."""
@@ -60,6 +60,16 @@ class Between(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         y: Tensor = self.head(self.middle(self.embed(ids)))
         return y
+
+
+def up_and_down() -> dict[str, ParallelStyle]:
+    """A plan for :class:`Between`, whose middle has features split between an up and a down."""
+    return {
+        "embed": Rowwise2D(output_layouts=Replicate()),
+        "middle.up": Colwise2D(),
+        "middle.down": Rowwise2D(output_layouts=Replicate()),
+        "head": Colwise2D(use_local_output=False),
+    }
 
 
 class Conv1D(nn.Module):
