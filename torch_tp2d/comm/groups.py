@@ -17,9 +17,13 @@ worker.
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,12 +83,52 @@ def _devices_of(world: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    # Once, whatever the number of groups.
+    atexit.unregister(_let_workers_rest)
+    atexit.register(_let_workers_rest)
     options = gloo_options(_devices_of(dist.group.WORLD), 1, timeout)
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 if dist.is_available() and dist.is_gloo_available():
     dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+
+
+_REST_SECONDS = 1.0
+"""The longest that the end of a process waits for other threads; a failed transfer may hold one."""
+
+
+def _let_workers_rest() -> None:
+    """Let gloo's workers let go of the last transfers' tensors before Python ends.
+
+    A worker says that a transfer has ended, and then drops its tensors, for which it may need the
+    interpreter's lock. A thread that asks for that while Python ends is taken down amid a
+    destructor, and the process with it ("terminate called without an active exception"). The
+    workers would be joined in time by ``destroy_process_group()``, but DTensor's caches keep the
+    mesh, which keeps its groups.
+    """
+    end, quiet = time.monotonic() + _REST_SECONDS, 0
+    # Seen at rest once, a worker may have waited for the lock that this thread holds while looking.
+    while quiet < 3 and time.monotonic() < end:
+        time.sleep(0.001)
+        quiet = 0 if _others_run() else quiet + 1
+
+
+def _others_run() -> bool:
+    """Whether another thread of the process is running; not known, so no, where there is no /proc.
+
+    One that waits for a lock or for another rank is not.
+    """
+    for task in Path("/proc/self/task").glob("*"):
+        if int(task.name) == threading.get_native_id():
+            continue
+        try:
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue  # It has ended since.
+        if state == "R":
+            return True
+    return False
 
 
 def inherit_timeout(mesh: DeviceMesh) -> None:
