@@ -15,6 +15,9 @@ round: the median (least..most). ``--before .`` says how far two equal trees see
 
 With ``--pretend N`` there are no other ranks: rank 0 steps blocks too small to compute, in a fake
 process group of N whose collectives return at once. What is left is the library's own Python.
+
+With ``--keep`` both keep gathered weights for backward. By default this tree gathers them again on
+other backends than gloo, and older ones did not.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--repeats", type=int, help="timed steps of a plan (9; pretended: 300)")
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--keep", action="store_true", help="keep gathered weights for backward")
     parser.add_argument("--pretend", type=int, help="ranks of a fake process group")
     parser.add_argument("--json", type=Path, help="write what was printed there too")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -68,6 +73,10 @@ def steps_of(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     if os.environ.get("RANK", "0") == "0":
         # An installed package, found first, would be timed twice and seem as fast.
         print(f"library: {torch_tp2d.__file__}", file=sys.stderr)
+    if args.keep:
+        for style in ("Colwise2D", "Rowwise2D"):
+            kept = partial(getattr(torch_tp2d, style), reshard_after_forward=False)
+            setattr(torch_tp2d, style, kept)
     torch.set_num_threads(1)
     if args.pretend:
         from torch.testing._internal.distributed.fake_pg import FakeStore
