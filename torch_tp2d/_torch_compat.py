@@ -117,6 +117,9 @@ def is_mutable(op: Any) -> bool:
     return bool(op._schema.is_mutable)
 
 
+eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What makes graphs of the functions that are called from now on; None outside torch.compile."""
+
 disable_dynamo = torch._disable_dynamo
 """``torch.compiler.disable`` without importing Dynamo, which takes a second and patches torch."""
 

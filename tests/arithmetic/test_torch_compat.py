@@ -149,6 +149,26 @@ def _() -> None:
     assert traced == [1]
 
 
+@of("eval_frame_callback")
+def _() -> None:
+    seen = []
+
+    @compat.disable_dynamo
+    def inside() -> None:
+        seen.append(compat.eval_frame_callback() is not None)
+
+    def whole(x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            seen.append(compat.eval_frame_callback() is not None)
+            inside()
+            return x
+        raise ValueError("no graph")
+
+    torch.compile(whole, backend="eager")(torch.ones(1))
+    assert seen == [True, False]
+    assert compat.eval_frame_callback() is None
+
+
 @of("is_compiled")
 def _() -> None:
     module, own = nn.Linear(1, 1), nn.Linear(1, 1)

@@ -365,6 +365,24 @@ class TestOnGpus:
         assert {"tp2d 1x2", "tp2d 2x1", "tp-sp", "fsdp-kept"} <= set(report["seconds"])
 
 
+@pytest.mark.deep
+def test_compiled_blocks_whose_sizes_no_graph_knows() -> None:
+    """Without an embedding torch compiles what it can of a block. A hook that was a graph by itself
+    handed on a tensor in the layout (Shard(0), None), as Dynamo hands on None for a placement that
+    is made in a graph: "'NoneType' object has no attribute 'is_replicate'".
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    sizes = ["--hidden=64", "--heads=4", "--seq=32", "--batch=4", "--repeats=1"]
+    command = [*torchrun, "--nproc-per-node=4", "benchmarks/pair.py", "--before=.", "--compile"]
+    done = subprocess.run(
+        [*command, "--grid=2x2", *sizes],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_checkouts_take_turns() -> None:
     """In every round each plan steps in both, in an order that is the same on every rank."""
     rounds = list(pair.orders(["a", "b"], 5))

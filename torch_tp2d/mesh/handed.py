@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from .._tracing import in_graph
 from ..runtime.context import Sizes
@@ -64,6 +66,9 @@ def hand_out(x: Tensor, handed: Handed) -> Tensor:
         # Within checkpointing Dynamo lets attributes be set on the result of an operation, but not
         # on that of an autograd.Function.
         x = x.view_as(x)
+        # What a graph hands on has None in the place of placements that it made.
+        said: Any = None if handed.layout is None else tuple(map(_written, handed.layout))
+        handed = handed._replace(layout=said)
     x._tp2d_handed = handed  # type: ignore[attr-defined]
     node: Any = None if in_graph() else x.grad_fn
     if node is not None:
@@ -79,7 +84,7 @@ def said_of(x: Tensor) -> Handed:
     """
     found: Handed | None = getattr(x, "_tp2d_handed", None)
     if found is not None or in_graph():
-        return found or _NOTHING
+        return _read(found) if found else _NOTHING
     own: Any = x.grad_fn
     if own is None or own.name() not in _HANDS_ON:
         return _NOTHING
@@ -89,6 +94,24 @@ def said_of(x: Tensor) -> Handed:
     if node is not None:
         found = node.metadata.get(("_tp2d_handed", index))
     return found or _NOTHING
+
+
+def _written(placement: Placement) -> int | str:
+    """A placement in a note on a tensor of a graph: the dim that is split, or the operation."""
+    if isinstance(placement, Shard):
+        return placement.dim
+    return placement.reduce_op if isinstance(placement, Partial) else "replicate"
+
+
+def _read(handed: Handed) -> Handed:
+    layout: Any = handed.layout
+    if layout is None or isinstance(layout[0], Placement):
+        return handed
+    row, col = (
+        Shard(one) if isinstance(one, int) else Replicate() if one == "replicate" else Partial(one)
+        for one in layout
+    )
+    return handed._replace(layout=(row, col))
 
 
 _NODES = 200

@@ -29,7 +29,7 @@ from .._torch_compat import (
     parameters_of,
     spec_of,
 )
-from .._tracing import eager_only, in_graph
+from .._tracing import all_in_eager, eager_only, in_graph
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
@@ -256,7 +256,7 @@ class _OnGrid:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
-        run, forward = self._tp2d.run, super().forward  # type: ignore[misc]
+        run, forward = all_in_eager(self._tp2d.run), super().forward  # type: ignore[misc]
         refuse_transforms(self)
         if debug.is_on():
             return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
