@@ -110,7 +110,7 @@ def _let_workers_rest() -> None:
     end, quiet = time.monotonic() + _REST_SECONDS, 0
     # Seen at rest once, a worker may have waited for the lock that this thread holds while looking.
     while quiet < 3 and time.monotonic() < end:
-        time.sleep(0.001)
+        time.sleep(0.001)  # Lets them have the lock; torch has no way to await them.
         quiet = 0 if _others_run() else quiet + 1
 
 

@@ -104,6 +104,7 @@ def _written(placement: Placement) -> int | str:
 
 
 def _read(handed: Handed) -> Handed:
+    """A note with its layout in placements, whether or not :func:`_written` was used."""
     layout: Any = handed.layout
     if layout is None or isinstance(layout[0], Placement):
         return handed
