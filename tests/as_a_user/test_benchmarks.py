@@ -368,8 +368,8 @@ class TestOnGpus:
 @pytest.mark.deep
 def test_compiled_blocks_whose_sizes_no_graph_knows() -> None:
     """Without an embedding torch compiles what it can of a block. A hook that was a graph by itself
-    handed on a tensor in the layout (Shard(0), None), as Dynamo hands on None for a placement that
-    is made in a graph: "'NoneType' object has no attribute 'is_replicate'".
+    handed on a tensor in the layout (Shard(0), None), as by Inductor None is handed on for a
+    placement that is made in a graph: "'NoneType' object has no attribute 'is_replicate'".
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     sizes = ["--hidden=64", "--heads=4", "--seq=32", "--batch=4", "--repeats=1"]
