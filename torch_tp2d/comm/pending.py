@@ -51,7 +51,7 @@ class Pending:
         if pieces:
             self._around = _surroundings(pieces)
             with self._around():
-                self._wires = [start() for start in pieces]
+                self._wires = [pieces[0]()] if len(pieces) == 1 else [start() for start in pieces]
 
     def wait(self, *, if_used: bool = False) -> Tensor:
         """Wait for the transfer and return its tensor.

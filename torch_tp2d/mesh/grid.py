@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._tracing import static
+from .._tracing import in_graph, static
 from ..comm import Axis, move
 from ..runtime.context import Sizes, context_of
 from .axes import Axes, check_mesh, flat_axis, names_of, on_mesh, part_of
@@ -124,7 +124,10 @@ class Grid:
         (:meth:`with_stand_in`); not for what the user's own code has made of such a tensor.
         """
         if isinstance(x, DTensor):
-            return tuple(map(static, x.shape[:-1])) if x.device_mesh == self.mesh else None
+            if x.device_mesh != self.mesh:
+                return None
+            sizes = x.shape[:-1]
+            return tuple(map(static, sizes)) if in_graph() else tuple(sizes)
         return said_of(x).sizes
 
     def handed(self, x: Tensor) -> Layout | None:
@@ -279,6 +282,8 @@ class Grid:
 
     def without_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
         """Drop the token that stands in on a rank without any, see :meth:`with_stand_in`."""
+        if self.context.tokens is None:
+            return x
         known, tokens = self.tokens_of(x), x
         for axis in (self.row, self.col):
             dim = self._empty_here(known, x.ndim, layout, axis)
@@ -323,7 +328,8 @@ class Grid:
             sizes = None
         known = self.tokens_of(x) if sizes is None else sizes
         local = None if isinstance(given, DTensor) else given
-        for axis in (self.row,) if local is None else (self.row, self.col):
+        axes = (self.row,) if local is None else (self.row, self.col)
+        for axis in axes if self.context.tokens is not None else ():
             dim = self._empty_here(known, x.ndim, layout, axis)
             if dim is None or x.shape[dim]:
                 continue
@@ -331,8 +337,10 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        named = (names for names, one in zip(names_of(self.axes), shares, strict=True) if one)
-        told = frozenset().union(*named)
+        told: frozenset[str] = frozenset()
+        if any(shares):
+            named = zip(names_of(self.axes), shares, strict=True)
+            told = told.union(*(names for names, one in named if one))
         return hand_out(
             x, Handed(sizes, layout, x.ndim, self.axes, known, told, by=by, fused=fused)
         )

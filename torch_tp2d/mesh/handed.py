@@ -62,7 +62,8 @@ def hand_out(x: Tensor, handed: Handed) -> Tensor:
 
     Under ``torch.compile`` a view of ``x`` is returned.
     """
-    if in_graph():
+    traced = in_graph()
+    if traced:
         # Within checkpointing Dynamo lets attributes be set on the result of an operation, but not
         # on that of an autograd.Function.
         x = x.view_as(x)
@@ -70,7 +71,7 @@ def hand_out(x: Tensor, handed: Handed) -> Tensor:
         said: Any = None if handed.layout is None else tuple(map(_written, handed.layout))
         handed = handed._replace(layout=said)
     x._tp2d_handed = handed  # type: ignore[attr-defined]
-    node: Any = None if in_graph() else x.grad_fn
+    node: Any = None if traced else x.grad_fn
     if node is not None:
         node.metadata["_tp2d_handed", x.output_nr] = handed
     return x
@@ -83,8 +84,10 @@ def said_of(x: Tensor) -> Handed:
     autograd graph as well.
     """
     found: Handed | None = getattr(x, "_tp2d_handed", None)
-    if found is not None or in_graph():
-        return _read(found) if found else _NOTHING
+    if found is not None:
+        return _read(found)
+    if in_graph():
+        return _NOTHING
     own: Any = x.grad_fn
     if own is None or own.name() not in _HANDS_ON:
         return _NOTHING
@@ -106,7 +109,7 @@ def _written(placement: Placement) -> int | str:
 def _read(handed: Handed) -> Handed:
     """A note with its layout in placements, whether or not :func:`_written` was used."""
     layout: Any = handed.layout
-    if layout is None or isinstance(layout[0], Placement):
+    if layout is None or not isinstance(layout[0], int | str):
         return handed
     row, col = (
         Shard(one) if isinstance(one, int) else Replicate() if one == "replicate" else Partial(one)

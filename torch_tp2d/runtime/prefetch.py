@@ -84,9 +84,8 @@ class Prepared:
 
     def remember(self) -> None:
         """Copy the current values of ``sources``, for :meth:`changed`."""
-        copies = map(copy_to_compare, self.sources)
-        pairs = zip(self.sources, copies, strict=True)
-        self._then = [(source, then) for source, then in pairs if then is not None]
+        copies = [(source, copy_to_compare(source)) for source in self.sources]
+        self._then = [(source, then) for source, then in copies if then is not None]
 
     def compare(self, module: nn.Module, unseen: UnseenChanges) -> None:
         """Note whether a parameter was changed since :meth:`remember` without torch's seeing it."""

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import active_fake_mode, disable_current_modes, local_tensor, version
+from .._torch_compat import (
+    active_fake_mode,
+    disable_current_modes,
+    dispatch_modes,
+    local_tensor,
+    version,
+)
 
 __all__ = ["VersionGuard", "copy_to_compare", "same_bits", "versions"]
 
@@ -27,7 +33,11 @@ def copy_to_compare(x: Tensor) -> Tensor | None:
 
     On devices other than a CPU comparing would synchronize the stream. Fake tensors have no values.
     """
-    if x.device.type != "cpu" or active_fake_mode() is not None:
+    if x.device.type != "cpu":
+        return None
+    if not dispatch_modes():
+        return x.clone()
+    if active_fake_mode() is not None:
         return None
     # Hidden from selective checkpointing, whose recomputation may be the first to copy.
     with disable_current_modes():
@@ -35,16 +45,25 @@ def copy_to_compare(x: Tensor) -> Tensor | None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape hold the same values, with a NaN equal to itself."""
-    # Compared as bytes, since torch.equal takes a NaN for unequal to itself.
-    return a.numel() == 0 or torch.equal(_bytes(a), _bytes(b))
+    """Whether two tensors of one shape and dtype hold the same bits: a NaN is equal to itself."""
+    if a.dtype != b.dtype:
+        return False
+    if a.numel() == 0:
+        return True
+    a, b = _flat(a), _flat(b)
+    # As integers, since torch.equal takes a NaN for unequal to itself, and as long ones where they
+    # fit, since it compares one at a time: a weight as bytes takes it eight times as long.
+    size = a.element_size()
+    counts = a.numel(), int(a.storage_offset()), int(b.storage_offset())
+    fits = all([count * size % 8 == 0 for count in counts])
+    integers = torch.int64 if fits else {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
+    return torch.equal(a.view(integers), b.view(integers))
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _flat(x: Tensor) -> Tensor:
     x = x.reshape(-1)
-    # One of a single element may have any stride, which its view as bytes may not.
-    x = x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format)
-    return x.view(torch.uint8)
+    # One of a single element may have any stride, which its view in another dtype may not.
+    return x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 class VersionGuard:

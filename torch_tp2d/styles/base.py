@@ -29,7 +29,7 @@ from .._torch_compat import (
     parameters_of,
     spec_of,
 )
-from .._tracing import all_in_eager, eager_only, in_graph
+from .._tracing import all_in_eager, in_graph
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
@@ -257,7 +257,8 @@ class _OnGrid:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
         run, forward = all_in_eager(self._tp2d.run), super().forward  # type: ignore[misc]
-        refuse_transforms(self)
+        if not in_graph():
+            refuse_transforms(self)  # type: ignore[arg-type]
         if debug.is_on():
             return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
         return run(self, forward, *args, **kwargs)
@@ -294,10 +295,10 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = list(map(spec_of, params))
-        shards = list(map(local_tensor, params))
+        ctx.specs = [spec_of(param) for param in params]
+        shards = [local_tensor(param) for param in params]
         ctx.strides = [shard.stride() for shard in shards]
-        return tuple(shard.view_as(shard) for shard in shards)
+        return tuple([shard.view_as(shard) for shard in shards])
 
     @staticmethod
     @once_differentiable
@@ -319,7 +320,6 @@ def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Te
     )
 
 
-@eager_only
 def refuse_transforms(module: nn.Module) -> None:
     """Refuse to run under a transform of torch.func, which wraps parameters in tensors of its own.
 

@@ -85,7 +85,9 @@ class _AskedAlone:
 
 
 def _of_others(hooks: dict[int, Any] | None) -> bool:
-    return any(not isinstance(hook, _AskedAlone) for hook in (hooks or {}).values())
+    if not hooks:
+        return False
+    return any(not isinstance(hook, _AskedAlone) for hook in hooks.values())
 
 
 def _nothing(*args: Any) -> None:

@@ -7,7 +7,6 @@ the weight, and those of activations that overlap with its products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -268,21 +267,18 @@ class _Linear(torch.autograd.Function):
 
 def apply(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ...]:
     """Compute a Linear by its algorithm, in the precision of autocast if that is on."""
+    device = weight.device.type
+    if autocast_dtype(device) is None:
+        return _Linear.apply(x, weight, bias, call)
     x, weight, bias = low_precision(x, weight, bias)
-    with _no_autocast(weight.device.type):
+    with torch.autocast(device, enabled=False):
         return _Linear.apply(x, weight, bias, call)
 
 
 def low_precision(*operands: Tensor | None) -> tuple[Any, ...]:
     """Cast operands to autocast's dtype, before transfers, which are then in that dtype too."""
-    devices = [x.device.type for x in operands if x is not None]
-    dtype = autocast_dtype(devices[0]) if devices else None
+    there = [x for x in operands if x is not None]
+    dtype = autocast_dtype(there[0].device.type) if there else None
     if dtype is None:
         return operands
     return tuple(None if x is None else x.to(dtype) for x in operands)
-
-
-def _no_autocast(device: str) -> AbstractContextManager[Any]:
-    if autocast_dtype(device) is not None:
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
