@@ -117,8 +117,16 @@ def is_mutable(op: Any) -> bool:
     return bool(op._schema.is_mutable)
 
 
-eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""What makes graphs of the functions that are called from now on; None outside torch.compile."""
+def begins_no_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo make no graph that begins with a function, or with one that it calls.
+
+    A graph that reaches the function has it as a part, unlike a function that is disabled.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skips = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skips, skips))
+    return function
+
 
 disable_dynamo = torch._disable_dynamo
 """``torch.compiler.disable`` without importing Dynamo, which takes a second and patches torch."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from ._torch_compat import disable_dynamo, eval_frame_callback
+from ._torch_compat import begins_no_graph
 
-__all__ = ["all_in_eager", "eager_only", "in_graph", "static"]
+__all__ = ["eager_only", "in_graph", "in_one_piece", "static"]
 
 
 in_graph = torch.compiler.is_compiling
@@ -49,16 +49,11 @@ def eager_only(run: Callable[..., None]) -> Callable[..., None]:
     return unless_traced
 
 
-def all_in_eager(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a function as a whole in eager if it is in eager.
+@begins_no_graph
+def in_one_piece(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, which is a part of a graph as a whole, or runs in eager as a whole.
 
     Where ``torch.compile`` fails to make a graph of a function it runs it as it is, and goes on to
     make graphs of the functions that this one calls: a module would be half in a graph.
     """
-    compiles = not in_graph() and eval_frame_callback() is not None
-    return functools.partial(_in_eager, run) if compiles else run
-
-
-@disable_dynamo
-def _in_eager(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)

@@ -149,24 +149,27 @@ def _() -> None:
     assert traced == [1]
 
 
-@of("eval_frame_callback")
+@of("begins_no_graph")
 def _() -> None:
-    seen = []
+    traced = []
 
-    @compat.disable_dynamo
-    def inside() -> None:
-        seen.append(compat.eval_frame_callback() is not None)
+    def inner(x: Tensor) -> Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x + 1
 
-    def whole(x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            seen.append(compat.eval_frame_callback() is not None)
-            inside()
-            return x
-        raise ValueError("no graph")
+    def called(x: Tensor, breaks: bool) -> Tensor:
+        x = inner(x)
+        if breaks:
+            torch._dynamo.graph_break()
+        return inner(x)
 
-    torch.compile(whole, backend="eager")(torch.ones(1))
-    assert seen == [True, False]
-    assert compat.eval_frame_callback() is None
+    whole = compat.begins_no_graph(called)
+    for breaks in (False, True):
+        graph = torch.compile(lambda x, breaks=breaks: whole(x * 2, breaks), backend="eager")
+        traced.clear()
+        assert graph(torch.ones(1)).item() == 4
+        # Where it breaks, what is traced first is given up.
+        assert traced[-2:] == [not breaks] * 2
 
 
 @of("is_compiled")

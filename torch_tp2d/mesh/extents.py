@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .._torch_compat import active_fake_mode, disable_current_modes
+from .._torch_compat import active_fake_mode, constant_in_graphs, disable_current_modes
 from .._tracing import in_graph
 from ..comm import Axis, Pending, all_gather
 from .axes import part_of
@@ -34,6 +35,19 @@ def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
         return Pending(torch.full((axis.size,), size, device="cpu"))
 
 
+@constant_in_graphs
+def _warn_of_parts() -> bool:
+    """When a graph is traced that will not be made, of which torch says nothing by default."""
+    warnings.warn(
+        "torch_tp2d: a compiled block is given local tensors whose sizes on all ranks a graph "
+        "cannot ask for, so torch runs most of the block in eager: run it in "
+        "torch_tp2d.token_sizes(mesh, (batch, sequence)), or have the module before hand on a "
+        "DTensor (use_local_output=False)",
+        stacklevel=2,
+    )
+    return True
+
+
 def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
     """The global size of a dim of ``x`` that the axes in ``cuts`` shard, outermost first.
 
@@ -47,6 +61,7 @@ def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
     """
     extent = x.shape[dim]
     if in_graph():
+        _warn_of_parts()
         raise ValueError(
             f"the size of dim {dim} of a local tensor on all ranks is not known in a compiled "
             f"graph: run it in torch_tp2d.token_sizes(mesh, (batch, sequence)), or have the module "

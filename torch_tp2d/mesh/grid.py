@@ -111,7 +111,7 @@ class Grid:
             return Replicate(), first
         if x.device_mesh.ndim == 1 and x.device_mesh.mesh_dim_names == (self.col.name,):
             if x.device_mesh == self.mesh[self.col.name]:
-                return Shard(row_dim), x.placements[0]
+                return Shard(static(row_dim)), x.placements[0]
         raise ValueError(
             f"the input is a DTensor on mesh {describe_mesh(x.device_mesh)}, but the style is on "
             f"{describe_mesh(self.mesh)}: put both on one mesh, or pass a local tensor"
@@ -124,10 +124,8 @@ class Grid:
         (:meth:`with_stand_in`); not for what the user's own code has made of such a tensor.
         """
         if isinstance(x, DTensor):
-            if x.device_mesh != self.mesh:
-                return None
-            sizes = x.shape[:-1]
-            return tuple(map(static, sizes)) if in_graph() else tuple(sizes)
+            sizes = tuple(x.shape[:-1]) if x.device_mesh == self.mesh else None
+            return tuple(map(static, sizes)) if sizes and in_graph() else sizes
         return said_of(x).sizes
 
     def handed(self, x: Tensor) -> Layout | None:
@@ -337,10 +335,8 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        told: frozenset[str] = frozenset()
-        if any(shares):
-            named = zip(names_of(self.axes), shares, strict=True)
-            told = told.union(*(names for names, one in named if one))
+        named = zip(names_of(self.axes), shares, strict=True) if any(shares) else ()
+        told: frozenset[str] = frozenset().union(*(names for names, one in named if one))
         return hand_out(
             x, Handed(sizes, layout, x.ndim, self.axes, known, told, by=by, fused=fused)
         )

@@ -99,23 +99,30 @@ def said_of(x: Tensor) -> Handed:
     return found or _NOTHING
 
 
-def _written(placement: Placement) -> int | str:
-    """A placement in a note on a tensor of a graph: the dim that is split, or the operation."""
+def _written(placement: Placement) -> str:
+    """A placement in a note on a tensor of a graph: the dim that is split, or the operation.
+
+    In words, since a number that differs from one module to the next is a symbol in later graphs,
+    and a placement cannot be made of a symbol.
+    """
     if isinstance(placement, Shard):
-        return placement.dim
+        return str(placement.dim)
     return placement.reduce_op if isinstance(placement, Partial) else "replicate"
 
 
 def _read(handed: Handed) -> Handed:
     """A note with its layout in placements, whether or not :func:`_written` was used."""
     layout: Any = handed.layout
-    if layout is None or not isinstance(layout[0], int | str):
+    if layout is None or not isinstance(layout[0], str):
         return handed
-    row, col = (
-        Shard(one) if isinstance(one, int) else Replicate() if one == "replicate" else Partial(one)
-        for one in layout
-    )
+    row, col = map(_placement, layout)
     return handed._replace(layout=(row, col))
+
+
+def _placement(written: str) -> Placement:
+    if written.lstrip("-").isdigit():
+        return Shard(int(written))
+    return Replicate() if written == "replicate" else Partial(written)
 
 
 _NODES = 200

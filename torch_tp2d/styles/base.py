@@ -29,7 +29,7 @@ from .._torch_compat import (
     parameters_of,
     spec_of,
 )
-from .._tracing import all_in_eager, in_graph
+from .._tracing import in_graph, in_one_piece
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
@@ -256,7 +256,7 @@ class _OnGrid:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
-        run, forward = all_in_eager(self._tp2d.run), super().forward  # type: ignore[misc]
+        run, forward = partial(in_one_piece, self._tp2d.run), super().forward  # type: ignore[misc]
         if not in_graph():
             refuse_transforms(self)  # type: ignore[arg-type]
         if debug.is_on():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._tracing import in_graph
+from .._tracing import in_graph, static
 from ..mesh.axes import on_mesh
 from ..mesh.grid import Grid, Sizes, describe_mesh
 from ..mesh.layouts import Layout, normalize, reduced
@@ -364,7 +364,7 @@ class Exit:
 
 def dims_needed(entry: Entry, exit: Exit) -> int:
     """The dims of an input of which ``tp_row`` splits a dim of tokens, and not the features."""
-    row = Shard(entry.row_dim)
+    row = Shard(static(entry.row_dim))
     splits = row in (*entry.declared, *entry.wanted, *exit.have, *exit.wanted)
     return 2 + (entry.row_dim if splits else 0)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._torch_compat import disable_current_modes
-from .._tracing import in_graph
+from .._tracing import in_graph, static
 from ..comm import Axis, all_gather
 from ..comm.groups import sends
 from ..mesh.extents import ask_sizes
@@ -225,7 +225,7 @@ class Masks:
             )
         if x.ndim in (2, 3):
             if col.size > 1 and self._is_part(x):
-                on_row: Placement = Shard(self.row_dim)
+                on_row: Placement = Shard(static(self.row_dim))
                 if x.ndim == 2:
                     on_row, _ = self._surroundings.layout(self.here, x, self.row_dim, self.grid)
                 layout: Layout = (on_row, Shard(x.ndim - 1))

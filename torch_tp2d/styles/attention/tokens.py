@@ -112,7 +112,7 @@ class Tokens:
     def _gather(self, x: Tensor) -> Tensor:
         """This row's tokens, gathered along ``tp_col``."""
         shape: Sequence[int] | None = None
-        parts, row = (False, False), Shard(self.row_dim)
+        parts, row = (False, False), Shard(static(self.row_dim))
         if isinstance(x, DTensor):
             layout = normalize(self.grid.layout(x, self.row_dim), x.ndim)
             shape = tuple(x.shape) if x.device_mesh == self.grid.mesh else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..._tracing import in_graph
+from ..._tracing import in_graph, static
 from ...comm import Pending, reshard_fused_grad
 from ...mesh import layouts
 from ...mesh.grid import Grid
@@ -162,7 +162,7 @@ class LinearRunner(_OpRunner):
         have, op = None, self._op(tokens)
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
         if shards is not None:
-            have = self.exit.have[0], Shard(shards.dim)
+            have = self.exit.have[0], Shard(static(shards.dim))
         if in_graph():
             traced = Call(op, shards=shards)
             y = linear2d(operand, *self._shards(module.weight, module.bias), traced)
