@@ -51,7 +51,7 @@ def eager_only(run: Callable[..., None]) -> Callable[..., None]:
 
 @begins_no_graph
 def in_one_piece(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, which is a part of a graph as a whole, or runs in eager as a whole.
+    """Call a function that is a part of a graph as a whole, or runs in eager as a whole.
 
     Where ``torch.compile`` fails to make a graph of a function it runs it as it is, and goes on to
     make graphs of the functions that this one calls: a module would be half in a graph.

@@ -83,7 +83,7 @@ class Prepared:
             self._moving.wait()
 
     def remember(self) -> None:
-        """Copy the current values of ``sources``, for :meth:`changed`."""
+        """Copy the current values of ``sources``, for :meth:`compare`."""
         copies = [(source, copy_to_compare(source)) for source in self.sources]
         self._then = [(source, then) for source, then in copies if then is not None]
 
