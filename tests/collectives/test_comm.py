@@ -19,6 +19,7 @@ from support.models import grid_mesh
 from support.moves import GRIDS, mine_of, move_gradients, raw_collectives, whole_of
 from torch_tp2d import comm
 from torch_tp2d.comm import groups
+from torch_tp2d.comm.transport import GLOO
 from torch_tp2d.mesh.extents import ask_sizes
 from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
@@ -49,6 +50,18 @@ def _pieces_by_rate() -> list[int]:
 def test_a_fast_link_takes_larger_pieces() -> None:
     for counted in world.run(4, _pieces_by_rate):
         assert counted == [8, 8, 4, 4]
+
+
+@pytest.mark.parametrize("ranks,pieces", [(2, 1), (4, 1), (8, 2), (16, 3)])
+def test_an_exchange_is_split_by_what_comes_in_at_once(ranks: int, pieces: int) -> None:
+    """Exchanges of 128 KB with each rank went in one piece, whatever the number of ranks.
+
+    On 8 ranks they took up to 1.5 times as long as what they move.
+    """
+    axis = comm.Axis(TP_ROW, (ranks,), 0, "", GLOO)
+    assert axis.pieces(2**15, torch.float32) == 1
+    assert axis.pieces(2**15, torch.float32, exchanged=True) == pieces
+    assert len(axis.rounds([2**10] * ranks, 2**5, torch.float32)) == pieces
 
 
 def _of_dtensors() -> None:

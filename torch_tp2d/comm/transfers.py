@@ -104,7 +104,7 @@ def exchange(
         largest: the most elements that any two ranks of the axis exchange, the same on every rank.
         finish: takes, for each piece, what each rank sent.
     """
-    count = axis.pieces(largest, flat.dtype)
+    count = axis.pieces(largest, flat.dtype, exchanged=True)
     if count == 1:
         sent, cuts = [flat], [(list(sends), list(receives))]
     else:
