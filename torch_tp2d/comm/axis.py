@@ -1,7 +1,8 @@
 """One axis of the grid, and how transfers along it are split into pieces.
 
 Where its transport asks for that, transfers that go both ways between two ranks are sent in pieces
-of :data:`PIECE_BYTES`.
+of :data:`PIECE_BYTES`, and those of all ranks with all others in smaller ones
+(:data:`INCOMING_BYTES`).
 """
 
 from __future__ import annotations
