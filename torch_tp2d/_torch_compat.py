@@ -8,6 +8,7 @@ Under torch's name without the underscore where they are torch's unchanged. Each
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -381,6 +384,14 @@ def spec_of(x: Any) -> Any:
 def place_by_keyword(op: Any, name: str) -> None:
     """Let DTensor's cache of an operator's placements look at a keyword argument."""
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_kwargkey = [name]
+
+
+def contiguous_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
+) -> Any:
+    """The spec of a DTensor that is contiguous as a whole."""
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def dtensor_of(local: Tensor, spec: Any) -> DTensor:

@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import active_fake_mode, constant_in_graphs, disable_current_modes
 from .._tracing import in_graph
 from ..comm import Axis, Pending, all_gather
+from ..runtime.context import Sizes
 from .axes import part_of
 from .handed import tokens_told
+from .layouts import Layout, describe_mesh
 
-__all__ = ["ask_extent", "ask_sizes"]
+__all__ = ["ask_extent", "ask_sizes", "extent_told"]
 
 
 def ask_sizes(size: int, axis: Axis, device: torch.device) -> Pending:
@@ -92,3 +95,30 @@ def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         return extent if known is None else known
 
     return total
+
+
+def extent_told(
+    x: Tensor,
+    dim: int,
+    cuts: Sequence[Axis],
+    layout: Layout,
+    known: Sizes | None,
+    mesh: DeviceMesh,
+) -> int | None:
+    """The global size of a token dim of ``x``, if the sizes ``known`` of its tokens tell it.
+
+    Raises:
+        ValueError: if ``x`` is not this rank's shard of that size.
+    """
+    if known is None or dim >= len(known):
+        return None
+    if x.shape[dim] == part_of(known[dim], cuts):
+        return known[dim]
+    raise ValueError(
+        f"dim {dim} of a local tensor of shape {tuple(x.shape)} in layout {layout} is not this "
+        f"rank's part of the tokens {known} that were last embedded on {describe_mesh(mesh)}: pass "
+        f"the part that the layout says, or a DTensor, which knows its own sizes; a model with no "
+        f"embedding of its own, beside one that has one, runs in "
+        f"torch_tp2d.token_sizes(mesh, (batch, sequence)), or is given a mesh of its own by "
+        f"another init_device_mesh"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,13 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch_compat import contiguous_spec
 from .._tracing import in_graph, static
 from ..comm import Axis, move
 from ..runtime.context import Sizes, context_of
 from .axes import Axes, check_mesh, flat_axis, names_of, on_mesh, part_of
-from .extents import ask_extent
+from .extents import ask_extent, extent_told
 from .handed import Handed, hand_out, said_of, tokens_told
-from .layouts import TP_COL, TP_ROW, Layout, describe_mesh, normalize, steps
+from .layouts import (
+    TP_COL,
+    TP_ROW,
+    Layout,
+    describe_mesh,
+    moves_dim,
+    normalize,
+    shards_dim,
+    steps,
+)
 
 __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh", "part_of"]
 
@@ -56,6 +67,8 @@ class Grid:
         """Along row and col, the names of the mesh's axes of several ranks."""
         # Made here, as Dynamo of torch 2.12 makes no copy of an axis.
         self.fused_col = replace(self.col, fuses=True)
+        self.spec = lru_cache(16)(partial(contiguous_spec, mesh))
+        """DTensor's spec of placements, a global shape and a dtype."""
 
     def __deepcopy__(self, memo: Any) -> Grid:
         return self
@@ -197,7 +210,7 @@ class Grid:
         Raises:
             ValueError: if the shard does not fit the sizes of the tokens under way.
         """
-        return self._asked(x, dim, layout, features)()
+        return self._asked(x, dim, layout, features, self.tokens_of(x))()
 
     def shape_of(
         self, x: Tensor, layout: Layout, features: int | None = None
@@ -207,8 +220,9 @@ class Grid:
         If other ranks have to be asked, calling this starts to ask them; calling the function that
         it returns waits for their answers.
         """
+        known = self.tokens_of(x)
         asked = [
-            self._asked(x, dim, layout, features if dim == x.ndim - 1 else None)
+            self._asked(x, dim, layout, features if dim == x.ndim - 1 else None, known)
             for dim in range(x.ndim)
         ]
         return lambda: tuple(extent() for extent in asked)
@@ -221,44 +235,29 @@ class Grid:
         """
         src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
         for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard) and p.dim < x.ndim - 1}:
-            if _moves(dim, src, dst):
-                self._told(x, dim, self.cuts(dim, src), src)
+            if moves_dim(dim, src, dst):
+                extent_told(x, dim, self.cuts(dim, src), src, self.tokens_of(x), self.mesh)
 
     def cuts(self, dim: int, layout: Layout) -> list[Axis]:
         """The axes that shard a dim, outermost first."""
-        cuts = [a for a, p in zip((self.row, self.col), layout, strict=True) if _shards(p, dim)]
+        cuts = [a for a, p in zip((self.row, self.col), layout, strict=True) if shards_dim(p, dim)]
         return [axis for axis in cuts if axis.size > 1]
 
     def _asked(
-        self, x: Tensor, dim: int, layout: Layout, features: int | None
+        self,
+        x: Tensor,
+        dim: int,
+        layout: Layout,
+        features: int | None,
+        known: Sizes | None,
     ) -> Callable[[], int]:
         cuts = self.cuts(dim, normalize(layout, x.ndim))
         if not cuts:
             return lambda: x.shape[dim]
         if features is not None and dim == x.ndim - 1:
             return lambda: features
-        told = self._told(x, dim, cuts, layout)
+        told = extent_told(x, dim, cuts, layout, known, self.mesh)
         return ask_extent(x, dim, cuts) if told is None else lambda: told
-
-    def _told(self, x: Tensor, dim: int, cuts: Sequence[Axis], layout: Layout) -> int | None:
-        """The global size of a token dim; None where it is not known on this rank.
-
-        Raises:
-            ValueError: if ``x`` is not this rank's shard of that size.
-        """
-        known = self.tokens_of(x)
-        if known is not None and dim < len(known):
-            if x.shape[dim] == part_of(known[dim], cuts):
-                return known[dim]
-            raise ValueError(
-                f"dim {dim} of a local tensor of shape {tuple(x.shape)} in layout {layout} is not "
-                f"this rank's part of the tokens {known} that were last embedded on "
-                f"{describe_mesh(self.mesh)}: pass the part that the layout says, or a DTensor, "
-                f"which knows its own sizes; a model with no embedding of its own, beside one that "
-                f"has one, runs in torch_tp2d.token_sizes(mesh, (batch, sequence)), or is given a "
-                f"mesh of its own by another init_device_mesh"
-            )
-        return None
 
     def _empty_here(self, sizes: Sizes | None, ndim: int, layout: Layout, axis: Axis) -> int | None:
         """The dim that ``axis`` shards, if this rank holds none of its tokens; else None.
@@ -280,7 +279,7 @@ class Grid:
 
     def without_stand_in(self, x: Tensor, layout: Layout) -> Tensor:
         """Drop the token that stands in on a rank without any, see :meth:`with_stand_in`."""
-        if self.context.tokens is None:
+        if self.context.tokens is None or _has_several(x):
             return x
         known, tokens = self.tokens_of(x), x
         for axis in (self.row, self.col):
@@ -304,6 +303,7 @@ class Grid:
         shares: tuple[bool, bool] = (False, False),
         by: str = "",
         fused: bool = False,
+        known: Sizes | None = None,
     ) -> Tensor:
         """Prepare a local tensor for the user's code between two styles.
 
@@ -321,13 +321,14 @@ class Grid:
                 part, where it is whole.
             by: names who hands it out, for messages.
             fused: the features are those of several projections, of each a part.
+            known: the sizes of the tokens under way, where the caller has looked for them.
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
-        known = self.tokens_of(x) if sizes is None else sizes
+        known = (self.tokens_of(x) if known is None else known) if sizes is None else sizes
         local = None if isinstance(given, DTensor) else given
         axes = (self.row,) if local is None else (self.row, self.col)
-        for axis in axes if self.context.tokens is not None else ():
+        for axis in () if self.context.tokens is None or _has_several(x) else axes:
             dim = self._empty_here(known, x.ndim, layout, axis)
             if dim is None or x.shape[dim]:
                 continue
@@ -364,7 +365,7 @@ class Grid:
             return x
         extents: dict[int, int] = {}
         for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard)}:
-            if _moves(dim, src, dst):
+            if moves_dim(dim, src, dst):
                 known = None if shape is None else shape[dim]
                 extents[dim] = self.extent(x, dim, src, features) if known is None else known
         for step_src, step_dst, on_col in steps(src, dst):
@@ -383,17 +384,11 @@ class Grid:
 
     def _wire_sizes(self, extent: int, dim: int, layout: Layout, on_col: int) -> tuple[int, ...]:
         axis, other = (self.col, self.row) if on_col else (self.row, self.col)
-        if _shards(layout[1 - on_col], dim):
+        if shards_dim(layout[1 - on_col], dim):
             extent = other.split(extent)[other.index]
         return axis.split(extent)
 
 
-def _shards(placement: Placement, dim: int) -> bool:
-    # An isinstance that fails takes ten times as long, and Dynamo of torch 2.12 compares no types.
-    replicated = placement.is_replicate()
-    return not replicated and isinstance(placement, Shard) and placement.dim == dim
-
-
-def _moves(dim: int, src: Layout, dst: Layout) -> bool:
-    """Whether some axis starts or stops sharding ``dim``."""
-    return any(_shards(a, dim) != _shards(b, dim) for a, b in zip(src, dst, strict=True))
+def _has_several(x: Tensor) -> bool:
+    """Whether each dim of tokens has several: then none of them stands in, nor does one have to."""
+    return not in_graph() and min(x.shape[:-1], default=0) > 1

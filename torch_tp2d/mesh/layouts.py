@@ -46,10 +46,12 @@ __all__ = [
     "describe_mesh",
     "feature_layout",
     "is_pair",
+    "moves_dim",
     "nested_chunk_sizes",
     "normalize",
     "reduced",
     "row_layout",
+    "shards_dim",
     "steps",
 ]
 
@@ -197,6 +199,18 @@ def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
         step((now[0], dst[1]), 1)
         step(dst, 0)
     return taken
+
+
+def shards_dim(placement: Placement, dim: int) -> bool:
+    """Whether a placement, of dims counted from the front, shards ``dim``."""
+    # An isinstance that fails takes ten times as long, and Dynamo of torch 2.12 compares no types.
+    replicated = placement.is_replicate()
+    return not replicated and isinstance(placement, Shard) and placement.dim == dim
+
+
+def moves_dim(dim: int, src: Layout, dst: Layout) -> bool:
+    """Whether some axis starts or stops sharding ``dim``."""
+    return any(shards_dim(a, dim) != shards_dim(b, dim) for a, b in zip(src, dst, strict=True))
 
 
 def check_row_dim(row_dim: int) -> None:

@@ -23,7 +23,7 @@ from ..mesh.layouts import TP_COL, TP_ROW, normalize
 from ..parallelize import parallelize_module
 from ..plans import plan_for
 from ..plans.sample import Inputs, sample_inputs
-from ..styles.boundary import to_dtensor
+from ..styles.dtensors import to_dtensor
 from .processes import on_processes
 from .sandbox import shorten
 

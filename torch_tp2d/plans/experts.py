@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout
 from ..styles.base import GridStyle, Resolved, Runner
-from ..styles.boundary import to_dtensor
+from ..styles.dtensors import to_dtensor
 from ..styles.local_math import parameters_inside, run_locally
 from ..styles.module_kinds import describe_module
 from .parts import Plan

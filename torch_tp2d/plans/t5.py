@@ -16,7 +16,8 @@ from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.handed import Handed, hand_out
 from ..mesh.layouts import TP_COL, TP_ROW, Layout
 from ..styles.attention import Attention2D
-from ..styles.base import GridStyle, Resolved, Runner, local_shards
+from ..styles.base import GridStyle, Resolved, Runner
+from ..styles.dtensors import local_shards
 from ..styles.local_math import sum_grads
 from ..styles.module_kinds import describe_module, is_embedding
 from .losses import LossOfLabels

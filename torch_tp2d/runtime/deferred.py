@@ -128,7 +128,7 @@ class Transfer:
 
     @property
     def brings_shards(self) -> bool:
-        """Whether its pieces, not yet taken, are entire shards, this rank's first."""
+        """Whether its pieces, not yet taken, are of entire shards, this rank's first."""
         return self._in_shards and self._coming is not None
 
     def _start(self, x: Tensor) -> None:
@@ -186,15 +186,18 @@ class Transfer:
         assert self.shard is not None
         yield Piece(dim, self.offsets, 0, only_own(sizes, axis), self.shard, dim)
         there = coming.wait()
-        shards = [x.narrow(dim, 0, n) for x, n in zip(there.unbind(), sizes, strict=True)]
-        even = len(set(sizes)) == 1
-        self.whole.give(
-            there.movedim(0, dim).flatten(dim, dim + 1) if even else torch.cat(shards, dim)
-        )
-        for rank, shard in enumerate(shards):
-            if rank != axis.index and sizes[rank]:
-                counts = tuple(n if at == rank else 0 for at, n in enumerate(sizes))
-                yield Piece(dim, self.offsets, 0, counts, shard, dim)
+        if len(set(sizes)) == 1:
+            whole = there.movedim(0, dim).flatten(dim, dim + 1)
+        else:
+            pairs = zip(there.unbind(), sizes, strict=True)
+            whole = torch.cat([shard.narrow(dim, 0, size) for shard, size in pairs], dim)
+        self.whole.give(whole)
+        # The ranks before this one, and those after it, in one product each.
+        for first, last in ((0, axis.index), (axis.index + 1, axis.size)):
+            counts = tuple(n if first <= at < last else 0 for at, n in enumerate(sizes))
+            if any(counts):
+                rows = whole.narrow(dim, self.offsets[first], sum(counts))
+                yield Piece(dim, self.offsets, 0, counts, rows, dim)
 
     def value(self, *, if_used: bool = False) -> Tensor:
         """Wait for all pieces and return the gathered tensor."""
@@ -241,11 +244,10 @@ class Piece:
         return rows_of(other, self.dim, self.offsets, self.start, self.counts, self.at)
 
     def place_in(self, out: Tensor) -> Tensor:
-        """The view of ``out`` for the result of a piece that has one rank's rows only."""
-        [(offset, count)] = [
-            (at, count) for at, count in zip(self.offsets, self.counts, strict=True) if count
-        ]
-        return out.narrow(self.dim, offset + self.start, count)
+        """The view of ``out`` for the result of a piece of entire shards, of ranks in a row."""
+        starts = zip(self.offsets, self.counts, strict=True)
+        first = next((offset for offset, count in starts if count), 0)
+        return out.narrow(self.dim, first, sum(self.counts))
 
     def put(self, rows: Tensor, out: Assembly) -> None:
         """Write the result computed from the piece's rows to its places in ``out``."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import forward_hooks, forward_pre_hooks, tree_leaves
+from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
 from .._tracing import eager_only, in_graph
 from ..comm import Pending
 from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
@@ -103,8 +103,10 @@ class _Seen:
     def __init__(self, module: nn.Module) -> None:
         self.params: list[Any] = []
         self.state: list[Any] = [torch.is_grad_enabled()]
+        own = parameters_of(module)
         for name in ("weight", "bias"):
-            param = getattr(module, name, None)
+            # By the module's own lookup only what is parametrized, as that takes longer.
+            param = own[name] if name in own else getattr(module, name, None)
             if param is not None:
                 self.params.append(param)
                 self.state += (param.requires_grad, *versions(param))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -21,19 +20,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .. import debug
-from .._once import once_differentiable
 from .._torch_compat import (
     are_functorch_transforms_active,
-    dtensor_of,
-    local_tensor,
     parameters_of,
-    spec_of,
 )
 from .._tracing import in_graph, in_one_piece
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
-from ..runtime.deferred import undeferred
 from .boundary import Exit
 from .empty_shards import refuse_empty_under_fsdp
 from .module_kinds import describe_module
@@ -48,13 +42,11 @@ __all__ = [
     "Runner",
     "check_dims",
     "first_tensor",
-    "local_shards",
     "place_parameter",
     "put_on_grid",
     "refuse_transforms",
     "take_off_grid",
     "tied_message",
-    "values_of",
 ]
 
 LayoutLike = Placement | Sequence[Placement] | None
@@ -286,40 +278,6 @@ def take_off_grid(module: nn.Module) -> None:
     del module._tp2d
 
 
-class _LocalShards(torch.autograd.Function):
-    """``to_local()`` of parameters, without DTensor's dispatch, which takes longer than small ops.
-
-    Backward waits here for gradients that arrive deferred.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.specs = [spec_of(param) for param in params]
-        shards = [local_tensor(param) for param in params]
-        ctx.strides = [shard.stride() for shard in shards]
-        return tuple([shard.view_as(shard) for shard in shards])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(map(_placed_like, grads, ctx.specs, ctx.strides))
-
-
-def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Tensor | None:
-    """A shard's gradient as a DTensor of the parameter's ``spec``."""
-    if grad is None:
-        return None
-    grad = undeferred(grad)
-    if spec is None:
-        return grad
-    if grad.stride() == strides:
-        return dtensor_of(grad, spec)
-    return DTensor.from_local(
-        grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    )
-
-
 def refuse_transforms(module: nn.Module) -> None:
     """Refuse to run under a transform of torch.func, which wraps parameters in tensors of its own.
 
@@ -351,31 +309,6 @@ def check_dims(module: nn.Module, x: Tensor, least: int, wanted: str) -> None:
             f"{describe_module(module)} got an input of shape {tuple(x.shape)}, but on a mesh, "
             f"which splits tokens, it takes {wanted}: {mend}"
         )
-
-
-def local_shards(*params: Any) -> tuple[Any, ...]:
-    """The local shards of parameters. Their gradients become DTensors placed like the parameters.
-
-    Args:
-        params: DTensors, or plain tensors, which are returned as they are; None stays None.
-    """
-    if in_graph() or not torch.is_grad_enabled():
-        return tuple(map(_shard, params))
-    learns = [param is not None and param.requires_grad for param in params]
-    learning = [param for param, does in zip(params, learns, strict=True) if does]
-    shards = iter(_LocalShards.apply(*learning) if learning else ())
-    return tuple(
-        next(shards) if does else _shard(param) for param, does in zip(params, learns, strict=True)
-    )
-
-
-def _shard(param: Any) -> Any:
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def values_of(param: Any) -> Tensor:
-    """A detached view of this rank's part of a parameter, which follows changes of its values."""
-    return local_tensor(param).detach()
 
 
 def first_tensor(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

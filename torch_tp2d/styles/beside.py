@@ -14,8 +14,8 @@ from ..comm.groups import sends
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import made_of
 from ..mesh.layouts import Layout, normalize
-from .boundary import to_dtensor
 from .compared_inputs import facts_of_all
+from .dtensors import to_dtensor
 from .module_kinds import describe_module
 from .provenance import check_made_of, parts_kept
 

@@ -8,12 +8,10 @@ Several consumers of one tensor (q, k and v; w1 and w3) use one gather and one r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -26,11 +24,12 @@ from ..ops.matmul.inputs import Shared, gather
 from ..runtime.reductions import of_pass
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
+from .dtensors import shard_of, to_dtensor
 from .module_kinds import describe_module
 from .provenance import check_made_of, parts_asked
 from .twins import twin_of
 
-__all__ = ["Entry", "Exit", "check_handed", "dims_needed", "shards_of", "to_dtensor"]
+__all__ = ["Entry", "Exit", "check_handed", "dims_needed", "shards_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +155,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
                 Partial() if own else placement
                 for own, placement in zip(own_account, reduced(declared), strict=True)
             )
-            x = x.to_local(grad_placements=grid.placements((on_row, on_col)))
+            x = shard_of(x, grid, grad_placements=grid.placements((on_row, on_col)))
         else:
             x = x.to_local()
     else:
@@ -336,12 +335,19 @@ class Exit:
     by: str = ""
     fused: bool = False
 
-    def output(self, y: Tensor, sizes: Sizes | None, have: Layout | None = None) -> Tensor:
+    def output(
+        self,
+        y: Tensor,
+        sizes: Sizes | None,
+        have: Layout | None = None,
+        tokens: Sizes | None = None,
+    ) -> Tensor:
         """A local result as the module's output.
 
         Args:
             sizes: the global sizes of all dims but the last, where they are certain.
             have: the result's layout, if it is not ``self.have`` in this call.
+            tokens: the sizes of the tokens under way, where they were looked for.
         """
         grid, features = self.grid, self.features
         shape = None if sizes is None else (*sizes, features)
@@ -358,7 +364,9 @@ class Exit:
         )
         if self.use_local_output:
             own = shares[0], shares[1]
-            return grid.with_stand_in(y, wanted, sizes, shares=own, by=self.by, fused=self.fused)
+            return grid.with_stand_in(
+                y, wanted, sizes, shares=own, by=self.by, fused=self.fused, known=tokens
+            )
         return to_dtensor(y, wanted, grid, shape, features)
 
 
@@ -367,27 +375,3 @@ def dims_needed(entry: Entry, exit: Exit) -> int:
     row = Shard(static(entry.row_dim))
     splits = row in (*entry.declared, *entry.wanted, *exit.have, *exit.wanted)
     return 2 + (entry.row_dim if splits else 0)
-
-
-def to_dtensor(
-    x: Tensor,
-    layout: Layout,
-    grid: Grid,
-    shape: Sequence[int] | None = None,
-    features: int | None = None,
-) -> DTensor:
-    """A local shard as a DTensor on the mesh.
-
-    Args:
-        shape: the global shape; by default it follows from the sizes of the current tokens.
-    """
-    layout = normalize(layout, x.ndim)
-    if shape is None:
-        x = grid.without_stand_in(x, layout)
-        shape = grid.shape_of(x, layout, features)()
-    # DTensor's operators rely on the strides that it is given.
-    x, shape = x.contiguous(), torch.Size(shape)
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        x, grid.mesh, grid.placements(layout), run_check=False, shape=shape, stride=stride
-    )

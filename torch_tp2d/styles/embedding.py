@@ -17,8 +17,9 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, Layout, as_layout, is_pair, normalize
 from ..ops.embedding import embedding2d
 from ..ops.patches import patches
-from .base import LayoutLike, Resolved, Runner, check_dims, local_shards
-from .boundary import Entry, Exit, to_dtensor
+from .base import LayoutLike, Resolved, Runner, check_dims
+from .boundary import Entry, Exit
+from .dtensors import local_shards, to_dtensor
 from .module_kinds import describe_module, is_embedding
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, hand_out, said_of
 from ..mesh.layouts import Layout, as_layout, is_pair, normalize, row_layout
 from .base import AS_INPUT, GridStyle, LayoutLike, Resolved, Runner
-from .boundary import check_handed, to_dtensor
+from .boundary import check_handed
+from .dtensors import to_dtensor
 from .local_math import run_locally
 from .masks import Masks
 from .mixed_tokens import refusing_mixed

@@ -25,7 +25,7 @@ from ..mesh.grid import Grid
 from ..mesh.handed import Handed, hand_out
 from ..runtime.context import Context
 from ..runtime.reductions import backward_of, summed
-from .base import local_shards
+from .dtensors import local_shards
 from .module_kinds import is_conv1d
 
 __all__ = [

@@ -23,8 +23,8 @@ from ..ops.attention.block import attend_to_all
 from ..ops.dropout import draw_key, dropout
 from ..runtime.context import in_backward
 from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved
-from .boundary import to_dtensor
 from .canonical import canonical
+from .dtensors import to_dtensor
 from .module_kinds import describe_module
 from .surroundings import UNKNOWN, Surroundings, splits_features, tokens_by_sizes
 from .widths import Widths

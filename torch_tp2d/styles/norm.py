@@ -13,8 +13,9 @@ from ..mesh.grid import Grid
 from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
 from ..ops.norm import norm2d
 from ..runtime.prefetch import Prepared, prepare_parameters
-from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims, local_shards
+from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims
 from .boundary import Entry, Exit, dims_needed
+from .dtensors import local_shards
 from .module_kinds import describe_module, norm_of
 
 __all__ = ["Norm2D"]

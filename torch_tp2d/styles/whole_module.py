@@ -16,11 +16,12 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, normalize
 from ..runtime.prefetch import Prepared, prepare_parameters
-from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved, Runner, first_tensor, local_shards
+from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved, Runner, first_tensor
 from .beside import WrittenInto, beside
-from .boundary import check_handed, to_dtensor
+from .boundary import check_handed
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
+from .dtensors import local_shards, shard_of, to_dtensor
 from .local_math import (
     local_math,
     parameters_inside,
@@ -156,7 +157,7 @@ class WholeRunner(Runner):
                 f"features are split: use torch_tp2d.Norm2D for a norm of split features"
             )
         if self._takes_tokens(x, layout):
-            y = self._locally(module, x.to_local(), layout)
+            y = self._locally(module, shard_of(x, self.grid), layout)
             y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
         elif runs_alone(module):
             y = run_on_samples(module, forward, args, kwargs, given, x, self.grid)
@@ -218,7 +219,7 @@ class WholeRunner(Runner):
             for share, placement in zip(shares, layout, strict=True)
         )
         grads = self.grid.placements((row, col)) if any(shares) else None
-        local = y.to_local(grad_placements=grads)
+        local = shard_of(y, self.grid, grad_placements=grads)
         return self.grid.with_stand_in(
             local, layout, self.grid.sizes_of(y), given=given, shares=shares, by=self.by
         )

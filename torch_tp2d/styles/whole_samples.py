@@ -26,7 +26,7 @@ from .._torch_compat import forward_pre_hooks, tree_leaves, tree_map_only
 from .._tracing import in_graph
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout
-from .boundary import to_dtensor
+from .dtensors import to_dtensor
 from .intercept import Intercept
 from .local_math import parameters_inside, run_locally
 from .masks import Masks

@@ -136,10 +136,10 @@ def abt_leaving(
 def _ab_of_shards(
     a: Transfer, b: Tensor, bias: Tensor | None, also: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`ab_arriving` shard by shard, each product written to its place in the result."""
+    """:func:`ab_arriving` by entire shards, each product written to its place in the result."""
     c = b.new_empty([*a.shape[:-1], b.shape[1]])
     for piece in a.arrivals():
-        # Skip ranks without tokens.
+        # This rank may have no tokens.
         if any(piece.counts) and c.shape[-1]:
             _write([(piece.rows, b)], bias, piece.place_in(c), a.dim)
     second = None if also is None else a.value().flatten(0, -2).t() @ also.flatten(0, -2)

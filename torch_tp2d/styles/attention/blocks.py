@@ -12,7 +12,7 @@ from ..._tracing import in_graph
 from ...mesh.grid import Grid
 from ...mesh.layouts import Layout, normalize
 from ...ops.attention import Heads, Order, Spec, check_groups, gathered, ring, two_phase
-from ..boundary import to_dtensor
+from ..dtensors import to_dtensor
 from .side_grads import with_whole_grad
 
 __all__ = ["ACROSS", "SEQUENCE", "attention2d", "two_phase_on"]

@@ -17,9 +17,10 @@ from ...comm.groups import sends
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, normalize
 from ..base import GridStyle, Resolved, Runner
-from ..boundary import check_handed, to_dtensor
+from ..boundary import check_handed
 from ..canonical import canonical
 from ..compared_inputs import facts_of_all
+from ..dtensors import shard_of, to_dtensor
 from ..gathered_inputs import gather_for_module
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
@@ -204,7 +205,7 @@ class _Hook:
             return self._as_dtensor(value, have_layout, want_layout)
         shape, sizes = None, self.grid.sizes_of(value)
         if isinstance(value, DTensor):
-            shape, value = tuple(value.shape), value.to_local()
+            shape, value = tuple(value.shape), shard_of(value, self.grid)
         else:
             value = self.grid.without_stand_in(value, have_layout)
         gathers = isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard)

@@ -27,8 +27,9 @@ from ...runtime.context import Sizes, in_backward
 from ...runtime.prefetch import Prepared, prepare_parameters
 from ...runtime.reductions import drop_unfinished
 from ...runtime.versions import VersionGuard
-from ..base import FEATURES, Resolved, Runner, check_dims, local_shards, values_of
+from ..base import FEATURES, Resolved, Runner, check_dims
 from ..boundary import Entry, Exit, dims_needed
+from ..dtensors import local_shards, values_of
 from ..module_kinds import describe_module, is_conv1d
 from .options import MatmulOptions
 
@@ -181,7 +182,7 @@ class LinearRunner(_OpRunner):
             running = context.running
             if running is not None:
                 running.gather_ahead()
-        return self.exit.output(y, sizes, have)
+        return self.exit.output(y, sizes, have, tokens)
 
     def _operand(self, weight: Any) -> Tensor:
         """The op's operand of a weight."""

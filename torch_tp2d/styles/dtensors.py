@@ -1,0 +1,153 @@
+"""From DTensors to local shards and back, as autograd nodes without the checks of DTensor's own.
+
+Those take longer than a small product. In a traced graph, where they cost nothing, they are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .._once import once_differentiable
+from .._torch_compat import dtensor_of, local_tensor, spec_of
+from .._tracing import in_graph
+from ..mesh.grid import Grid
+from ..mesh.layouts import Layout, normalize, reduced
+from ..runtime.deferred import undeferred
+
+__all__ = ["local_shards", "shard_of", "to_dtensor", "values_of"]
+
+
+class _LocalShards(torch.autograd.Function):
+    """``to_local()`` of parameters. Backward waits here for gradients that arrive deferred."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [spec_of(param) for param in params]
+        shards = [local_tensor(param) for param in params]
+        ctx.strides = [shard.stride() for shard in shards]
+        return tuple([shard.view_as(shard) for shard in shards])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(map(_placed_like, grads, ctx.specs, ctx.strides))
+
+
+def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Tensor | None:
+    """A shard's gradient as a DTensor of the parameter's ``spec``."""
+    if grad is None:
+        return None
+    grad = undeferred(grad)
+    if spec is None:
+        return grad
+    if grad.stride() == strides:
+        return dtensor_of(grad, spec)
+    return DTensor.from_local(
+        grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+
+
+def local_shards(*params: Any) -> tuple[Any, ...]:
+    """The local shards of parameters. Their gradients become DTensors placed like the parameters.
+
+    Args:
+        params: DTensors, or plain tensors, which are returned as they are; None stays None.
+    """
+    if in_graph() or not torch.is_grad_enabled():
+        return tuple(map(_shard, params))
+    learns = [param is not None and param.requires_grad for param in params]
+    learning = [param for param, does in zip(params, learns, strict=True) if does]
+    shards = iter(_LocalShards.apply(*learning) if learning else ())
+    return tuple(
+        next(shards) if does else _shard(param) for param, does in zip(params, learns, strict=True)
+    )
+
+
+def _shard(param: Any) -> Any:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def values_of(param: Any) -> Tensor:
+    """A detached view of this rank's part of a parameter, which follows changes of its values."""
+    return local_tensor(param).detach()
+
+
+class _ToLocal(torch.autograd.Function):
+    """``to_local()`` of a contiguous DTensor; ``spec`` is that of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, spec: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        shard: Tensor = local_tensor(x)
+        return shard.view_as(shard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        grad = grads[0]
+        return None if grad is None else dtensor_of(undeferred(grad).contiguous(), ctx.spec), None
+
+
+class _FromLocal(torch.autograd.Function):
+    """``from_local()``: a contiguous local shard as the DTensor of ``spec``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spec: Any) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.placements = reduced(spec.placements)
+        return dtensor_of(x.detach(), spec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
+        grad = grads[0]
+        if grad is not None and tuple(grad.placements) != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return local_tensor(grad), None
+
+
+def shard_of(
+    x: DTensor, grid: Grid, *, grad_placements: Sequence[Placement] | None = None
+) -> Tensor:
+    """``x.to_local(grad_placements=grad_placements)`` of a DTensor on the grid's mesh."""
+    local, spec = local_tensor(x), spec_of(x)
+    plain = in_graph() or not (torch.is_grad_enabled() and x.requires_grad)
+    if plain or not (local.is_contiguous() and spec.mesh == grid.mesh):
+        return x.to_local(grad_placements=grad_placements)
+    placements = reduced(spec.placements) if grad_placements is None else tuple(grad_placements)
+    return _ToLocal.apply(x, grid.spec(placements, spec.shape, x.dtype))
+
+
+def to_dtensor(
+    x: Tensor,
+    layout: Layout,
+    grid: Grid,
+    shape: Sequence[int] | None = None,
+    features: int | None = None,
+) -> DTensor:
+    """A local shard as a DTensor on the mesh.
+
+    Args:
+        shape: the global shape; by default it follows from the sizes of the current tokens.
+    """
+    layout = normalize(layout, x.ndim)
+    if shape is None:
+        x = grid.without_stand_in(x, layout)
+        shape = grid.shape_of(x, layout, features)()
+    # DTensor's operators rely on the strides that it is given.
+    x, shape, placements = x.contiguous(), torch.Size(shape), grid.placements(layout)
+    if in_graph():
+        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return DTensor.from_local(
+            x, grid.mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+    return _FromLocal.apply(x, grid.spec(placements, shape, x.dtype))
