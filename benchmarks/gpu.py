@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -38,6 +39,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,9 @@ from measure import largest_over_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from validate import predict
 from variants import (
+    AGAIN,
     FSDP_PLANS,
     GRID_PLANS,
     OURS,
@@ -61,12 +65,14 @@ from variants import (
     fresh_model,
     global_input,
     grids_of,
+    is_ours,
     sequence_plan,
     stock_meshes,
     titled,
 )
 
 import torch_tp2d
+from torch_tp2d.planner.machine import calibrate
 
 ROOT = Path(__file__).resolve().parents[1]
 FUSED = f"{OURS}:fused"
@@ -129,7 +135,10 @@ def variants(sizes: Sizes, grids: list[tuple[int, int]]) -> Iterator[tuple[str, 
                     )[0],
                 )
     for grid in grids:
-        for name in (OURS, FUSED) if grid[1] > 1 else (OURS,):
+        names = [OURS]
+        names += [OURS + AGAIN] if grid[0] > 1 else []
+        names += [FUSED] if grid[1] > 1 else []
+        for name in names:
             yield (
                 titled(name, grid),
                 lambda name=name, grid=grid: build_grid(
@@ -208,12 +217,17 @@ def common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -
     )
 
 
-def predicted_peak(variant: Variant, sizes: Sizes, grid: tuple[int, int]) -> int:
+def predicted_peak(name: str, variant: Variant, sizes: Sizes) -> int:
     """What the planner says that a step of this plan takes, in bytes."""
     model = fresh_model(replace(sizes, device="meta"))
     tokens = torch.empty_like(variant.local_input, device="meta")
+    base, _, grid = name.partition(" ")
+    styles = [
+        partial(style, reshard_after_forward=base.endswith(AGAIN))
+        for style in (torch_tp2d.Colwise2D, torch_tp2d.Rowwise2D)
+    ]
     told = torch_tp2d.describe(
-        *(model, grid, sequence_plan(torch_tp2d.Colwise2D, torch_tp2d.Rowwise2D)),
+        *(model, read_grid(grid), sequence_plan(*styles)),
         batch=sizes.batch,
         seq=sizes.seq,
         inputs=(tokens,),
@@ -253,7 +267,10 @@ def as_rank_of(ranks: int, args: argparse.Namespace) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = Sizes(args.layers, args.hidden, args.heads, args.batch, args.seq, device.type, dtype)
     grids = args.grid or grids_of(ranks)
+    # What is left of a step without transfers, by the rates of this device.
+    machine = calibrate(link=math.inf)
     report: dict[str, Any] = {"ranks": ranks, "sizes": {**asdict(sizes), "dtype": str(dtype)}}
+    report["calibrated"] = machine.to_dict()
     for compiled in (False, True) if args.compiled else (False,):
         for name, make in variants(sizes, grids):
             if FUSED in name or (args.plans and name.partition(" ")[0] not in args.plans):
@@ -275,9 +292,10 @@ def as_rank_of(ranks: int, args: argparse.Namespace) -> int:
                 "asked_seconds": asked,
                 "busy_seconds": busy,
             }
-            if name.startswith(OURS) and not compiled:
-                grid = read_grid(name.rpartition(" ")[2])
-                report[title]["predicted_peak_bytes"] = predicted_peak(variant, sizes, grid)
+            if is_ours(name) and not compiled:
+                report[title]["predicted_peak_bytes"] = predicted_peak(name, variant, sizes)
+            case = {"ranks": ranks, **asdict(sizes)}
+            report[title]["predicted_seconds"] = predict(name, case, machine, dtype)
             print(f"{title}: {report[title]}", flush=True)
             del variant
             gc.collect()
@@ -346,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["kernels"] = {}
     if device.type == "cuda":
         for ours in (True, False):
-            of = [name for name in times if name.startswith(OURS) == ours]
+            of = [name for name in times if is_ours(name) == ours]
             best = min(of, key=lambda name: min(times[name]))
             report["kernels"][best] = kernels(plans[best](), sizes, device)
             say(f"{best}: {report['kernels'][best]}")

@@ -26,7 +26,16 @@ from model import Model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
-from variants import FSDP_PLANS, GRID_PLANS, KEPT, OURS, line_input_plan, sequence_plan
+from variants import (
+    AGAIN,
+    FSDP_PLANS,
+    GRID_PLANS,
+    KEPT,
+    OURS,
+    is_ours,
+    line_input_plan,
+    sequence_plan,
+)
 
 from torch_tp2d import Colwise2D, Rowwise2D
 from torch_tp2d.planner.machine import Machine
@@ -61,17 +70,20 @@ def on_a_line(model: nn.Module, mesh: DeviceMesh) -> dict[str, ParallelStyle]:
     return plan
 
 
-def in_sequences(model: nn.Module, mesh: DeviceMesh, algorithm: str) -> dict[str, ParallelStyle]:
-    """TP+SP, and with another algorithm ours.
-
-    The benchmark's model has no embedding, so that its styles do not know how many tokens there
-    are, by which they would choose what is fixed here. The planner's copy of it knows.
-    """
-    fixed = {"algorithm": algorithm, "reshard_after_forward": False}
+def in_sequences(model: nn.Module, mesh: DeviceMesh) -> dict[str, ParallelStyle]:
+    """TP+SP, by the styles that move the same."""
     return sequence_plan(
-        partial(Colwise2D, dataflow="output_stationary", **fixed),
-        partial(Rowwise2D, dataflow="input_stationary", **fixed),
+        partial(Colwise2D, dataflow="output_stationary", algorithm="collective"),
+        partial(Rowwise2D, dataflow="input_stationary", algorithm="collective"),
     )
+
+
+def on_a_grid(
+    model: nn.Module, mesh: DeviceMesh, algorithm: str, *, again: bool
+) -> dict[str, ParallelStyle]:
+    """Ours."""
+    options: dict[str, Any] = {"algorithm": algorithm, "reshard_after_forward": again}
+    return sequence_plan(partial(Colwise2D, **options), partial(Rowwise2D, **options))
 
 
 def step_of(name: str, ranks: int) -> tuple[tuple[int, ...], Any]:
@@ -83,25 +95,35 @@ def step_of(name: str, ranks: int) -> tuple[tuple[int, ...], Any]:
     base, _, grid = name.partition(" ")
     rows, columns = map(int, grid.split("x")) if grid else (2, ranks // 2)
     kind, _, algorithm = base.partition(":")
-    stock = partial(in_sequences, algorithm="collective")
+    again = kind.endswith(AGAIN)
     plans: dict[str, tuple[tuple[int, ...], Any]] = {
         "tp-input": ((1, ranks), on_a_line),
-        "tp-sp": ((1, ranks), stock),
+        "tp-sp": ((1, ranks), in_sequences),
         "fsdp": ((ranks, 1, 1), NO_PLAN),
         "fsdp-tp": ((rows, 1, columns), on_a_line),
-        "fsdp-sp": ((rows, 1, columns), stock),
-        OURS: ((rows, columns), partial(in_sequences, algorithm=algorithm or "auto")),
+        "fsdp-sp": ((rows, 1, columns), in_sequences),
+        OURS: ((rows, columns), partial(on_a_grid, algorithm=algorithm or "auto", again=again)),
     }
-    return plans[kind.removesuffix(KEPT)]
+    return plans[kind.removesuffix(KEPT).removesuffix(AGAIN)]
 
 
-def predict(record: dict[str, Any], case: dict[str, Any], machine: Machine) -> Predicted:
-    """The seconds of a plan's step."""
-    name = record["plan"]
-    stock = name.partition(" ")[0].partition(":")[0] != OURS
+def predict(
+    name: str,
+    case: dict[str, Any],
+    machine: Machine,
+    dtype: torch.dtype = torch.float32,
+    *,
+    efficient: bool = False,
+) -> float:
+    """The seconds of a plan's step.
+
+    Args:
+        efficient: with an efficient reduce-scatter under a stock plan.
+    """
+    stock = not is_ours(name)
     shape, plan = step_of(name, case["ranks"])
     with torch.device("meta"):
-        model = Model(case["layers"], case["hidden"], case["heads"])
+        model = Model(case["layers"], case["hidden"], case["heads"]).to(dtype)
     kept = name.partition(" ")[0].endswith(KEPT)
     step = run_step(
         model,
@@ -116,11 +138,8 @@ def predict(record: dict[str, Any], case: dict[str, Any], machine: Machine) -> P
             rates=None if stock else machine.rates,
         ),
     )
-    efficient = record["efficient_reduce_scatter"]
     events = [by_exchange(event) if efficient else event for event in step.recorder.events]
-    seconds = simulate(events, machine, step.mesh, stock=stock).seconds
-    title = name + " +rs" * efficient
-    return Predicted(title, record["seconds"], seconds)
+    return simulate(events, machine, step.mesh, stock=stock).seconds
 
 
 def by_exchange(event: Event) -> Event:
@@ -136,9 +155,10 @@ def validate(case: dict[str, Any]) -> list[Predicted]:
     found = []
     for record in case["plans"]:
         known = {*FSDP_PLANS, *GRID_PLANS, "tp-input", "tp-sp"}
-        base = record["plan"].partition(" ")[0]
-        if base in known or base.partition(":")[0] == OURS:
-            found.append(predict(record, case, machine))
+        name, efficient = record["plan"], record["efficient_reduce_scatter"]
+        if name.partition(" ")[0] in known or is_ours(name):
+            seconds = predict(name, case, machine, efficient=efficient)
+            found.append(Predicted(name + " +rs" * efficient, record["seconds"], seconds))
     return found
 
 

@@ -13,7 +13,8 @@ tp2d      the tp-sp plan with its two classes renamed to torch_tp2d's, on a grid
           `tp2d:NAME` asks its Linears for the algorithm NAME
 
 FSDP2 gathers weights again for backward; in `fsdp-kept`, `fsdp-tp-kept` and `fsdp-sp-kept` it keeps
-them (``reshard_after_forward=False``): less to send, more memory.
+them (``reshard_after_forward=False``): less to send, more memory. `tp2d` keeps them, and
+`tp2d-again` gathers them again.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ STOCK_PLANS = ("tp", "tp-input", "tp-sp", *FSDP_PLANS, "cp-tp")
 REDUCE_SCATTERING_PLANS = ("tp-sp", *FSDP_PLANS, "cp-tp")
 """The stock plans that reduce-scatter, and so pay for how gloo does it."""
 OURS = "tp2d"
+AGAIN = "-again"
 SEED = 20240
 
 
@@ -66,9 +68,14 @@ def grids_of(world: int) -> list[Grid]:
     return [(rows, world // rows) for rows in range(1, world + 1) if world % rows == 0]
 
 
+def is_ours(name: str) -> bool:
+    """Whether a plan is of this library."""
+    return name.partition(" ")[0].partition(":")[0].removesuffix(AGAIN) == OURS
+
+
 def titled(name: str, grid: Grid) -> str:
     """The name of a plan, with its grid where it may have several."""
-    on_grids = name in GRID_PLANS or name.partition(":")[0] == OURS
+    on_grids = name in GRID_PLANS or is_ours(name)
     return f"{name} {grid[0]}x{grid[1]}" if on_grids else name
 
 
@@ -277,9 +284,13 @@ def build_context(name: str, model: Model, x: Tensor, grid: Grid, efficient: boo
 
 
 def build_grid(name: str, model: Model, x: Tensor, grid: Grid) -> Variant:
-    """The tp-sp plan on a grid: two classes renamed, and the mesh."""
-    _, _, algorithm = name.partition(":")
-    options: dict[str, Any] = {"algorithm": algorithm} if algorithm else {}
+    """The tp-sp plan on a grid: two classes renamed, and the mesh.
+
+    The model has no embedding, which would tell the sizes of the tokens, so they are said.
+    """
+    base, _, algorithm = name.partition(":")
+    options: dict[str, Any] = {"reshard_after_forward": base.endswith(AGAIN)}
+    options |= {"algorithm": algorithm} if algorithm else {}
     plan = sequence_plan(
         partial(torch_tp2d.Colwise2D, **options), partial(torch_tp2d.Rowwise2D, **options)
     )
@@ -288,6 +299,7 @@ def build_grid(name: str, model: Model, x: Tensor, grid: Grid) -> Variant:
         torch_tp2d.parallelize_module(model, mesh, plan)
     except ValueError as error:
         raise NotRunnable(str(error)) from error
+    torch_tp2d.token_sizes(mesh, (x.shape[0], x.shape[1]))
     tokens = part(part(x, 0, mesh["tp_row"]), 1, mesh["tp_col"])
     return Variant(titled(name, grid), model, tokens, Share(*grid, True))
 
@@ -344,7 +356,7 @@ def build(
     variants: list[Variant] = []
     refused: dict[str, str] = {}
     for name in names:
-        ours = name.partition(":")[0] == OURS
+        ours = is_ours(name)
         for grid in grids if ours else stock_meshes(name, grids, dist.get_world_size()):
             try:
                 if ours:

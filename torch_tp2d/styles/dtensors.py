@@ -119,9 +119,10 @@ def shard_of(
     x: DTensor, grid: Grid, *, grad_placements: Sequence[Placement] | None = None
 ) -> Tensor:
     """``x.to_local(grad_placements=grad_placements)`` of a DTensor on the grid's mesh."""
+    if in_graph() or not (torch.is_grad_enabled() and x.requires_grad):
+        return x.to_local(grad_placements=grad_placements)
     local, spec = local_tensor(x), spec_of(x)
-    plain = in_graph() or not (torch.is_grad_enabled() and x.requires_grad)
-    if plain or not (local.is_contiguous() and spec.mesh == grid.mesh):
+    if not local.is_contiguous() or spec.mesh != grid.mesh:
         return x.to_local(grad_placements=grad_placements)
     placements = reduced(spec.placements) if grad_placements is None else tuple(grad_placements)
     return _ToLocal.apply(x, grid.spec(placements, spec.shape, x.dtype))

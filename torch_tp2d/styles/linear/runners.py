@@ -253,7 +253,7 @@ class ChoosingRunner(Runner):
         self.style = own.style
         self.grid, self.rates = own.grid, rates
         self.own, self.stationary = own, stationary
-        self.exit, self.parts = own.exit, own.parts
+        self.exit, self.parts, self.in_rounds = own.exit, own.parts, own.in_rounds
         self.case = LinearCase(
             rule=style.rule,
             takes=style.input_layouts,
