@@ -263,12 +263,12 @@ def asked_and_busy(variant: Variant, sizes: Sizes, device: torch.device) -> tupl
 def as_rank_of(ranks: int, args: argparse.Namespace) -> int:
     """Time each plan as one of so many ranks runs it, without the transfers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # What is left of a step without transfers, by the rates of this device.
+    machine = calibrate(link=math.inf)
     dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = Sizes(args.layers, args.hidden, args.heads, args.batch, args.seq, device.type, dtype)
     grids = args.grid or grids_of(ranks)
-    # What is left of a step without transfers, by the rates of this device.
-    machine = calibrate(link=math.inf)
     report: dict[str, Any] = {"ranks": ranks, "sizes": {**asdict(sizes), "dtype": str(dtype)}}
     report["calibrated"] = machine.to_dict()
     for compiled in (False, True) if args.compiled else (False,):
@@ -279,6 +279,8 @@ def as_rank_of(ranks: int, args: argparse.Namespace) -> int:
             try:
                 variant = make()
                 if compiled:
+                    # Each plan with all of torch's recompilations left to it.
+                    torch.compiler.reset()
                     for layer in variant.model.layers:
                         layer.compile()
                 seconds, peak = timed(variant, sizes, device)
