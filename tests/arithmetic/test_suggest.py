@@ -88,6 +88,14 @@ def test_a_product_reads_while_it_multiplies_and_sockets_take_the_processor() ->
     assert _seconds([travels, Wait(0), works], slow) == 2 + (4 - 2) + 3
 
 
+def test_a_gpu_works_while_its_host_asks_for_more() -> None:
+    """The time of a call was added to the work that it asked for, on GPUs too."""
+    events = [Compute(4, 0), Compute(1, 0, ops=10), Compute(2, 0)]
+    machine = Machine(flops=1.0, memory_rate=1e30, link=1.0, op_seconds=1.0)
+    assert _seconds(events, machine) == 11 + 2
+    assert _seconds(events, replace(machine, transport="gloo")) == 4 + 1 + 1 + 10 + 2 + 1
+
+
 def test_links_are_slower_beside_work_where_ranks_share_processors() -> None:
     machine = Machine(flops=1.0, memory_rate=1e30, link=1.0, beside_work=0.5)
     short, long = (Start("row", "all_reduce", size) for size in (1, 4))

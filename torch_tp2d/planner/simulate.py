@@ -1,7 +1,8 @@
 """Predicts how long a recorded step takes on a machine, by playing its events in order.
 
-One rank stands for all. It computes in the order of the program; a transfer begins when it has been
-started and its link is free, and a wait lasts until the transfer has ended. There are two links,
+One rank stands for all. It computes in the order of the program, on a GPU not before its host has
+asked for it; a transfer begins when it has been started and its link is free, and a wait lasts
+until the transfer has ended. There are two links,
 one between nodes and one within a node, each of which sends one transfer after another.
 """
 
@@ -72,13 +73,20 @@ def simulate(
     receiving = 0.0
     free: dict[str, float] = defaultdict(float)
     ends: dict[int, float] = {}
-    asked = 0.0
+    asked = host = 0.0
     on_gloo = machine.transport == "gloo"
     for number, event in enumerate(events):
         if isinstance(event, Compute):
             # Reading and writing overlap with multiplying, so the slower of the two counts.
             work = max(event.flops / machine.flops, event.touched / machine.memory_rate)
-            work += event.ops * machine.op_seconds + receiving
+            calls = event.ops * machine.op_seconds
+            if on_gloo:
+                work += calls
+            else:
+                # The host has asked for all of it by then.
+                host += calls
+                work = max(work, host - now)
+            work += receiving
             receiving = 0.0
             for known in (free, ends):
                 _delay(known, now, work, machine.beside_work)
