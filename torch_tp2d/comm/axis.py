@@ -182,19 +182,22 @@ class Axis:
         return not in_graph()
 
     def rounds(
-        self, sizes: Sequence[int], width: int, dtype: torch.dtype
+        self, sizes: Sequence[int], width: int, dtype: torch.dtype, *, exchanged: bool = True
     ) -> list[tuple[int, tuple[int, ...]]]:
         """Split shards of ``sizes`` rows of ``width`` elements into rounds, sent one by one.
 
         Every rank has rows in every round, unless there is only one round: a compiled graph drops
         a transfer whose result its rank does not use, and the other ranks would wait for it.
 
+        Args:
+            exchanged: as for :meth:`pieces`.
+
         Returns:
             ``(start, counts)`` for each round: rank ``r`` sends its rows from ``start`` on,
             ``counts[r]`` of them.
         """
         longest, shortest = max(sizes), min(sizes)
-        count = self.pieces(longest * width, dtype, exchanged=True)
+        count = self.pieces(longest * width, dtype, exchanged=exchanged)
         starts = range(0, shortest, -(-shortest // count)) if shortest else range(1)
         return [
             (start, tuple(min(end, size) - start for size in sizes))

@@ -30,7 +30,7 @@ __all__ = [
 
 REACHED = 0.75
 """The fraction of a data sheet's operations per second that large products reach, roughly. On an
-H100 it was 0.76; what else a step does counts by itself."""
+H100 it was 0.72 to 0.76; what else a step does counts by itself."""
 LINK_REACHED = 0.8
 """The fraction of a link's nominal rate that collectives reach, roughly."""
 PROBE_SIDE = 768

@@ -141,7 +141,8 @@ class Transfer:
             return
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         own_apart = axis.own_apart
-        for start, counts in axis.rounds(sizes, math.prod(rest), x.dtype):
+        width = math.prod(rest)
+        for start, counts in axis.rounds(sizes, width, x.dtype, exchanged=own_apart):
             rows = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
             if own_apart:
                 others = gather_others(rows, counts, axis)
