@@ -16,9 +16,8 @@ round: the median (least..most). ``--before .`` says how far two equal trees see
 With ``--pretend N`` there are no other ranks: rank 0 steps blocks too small to compute, in a fake
 process group of N whose collectives return at once. What is left is the library's own Python.
 
-With ``--tell`` both are told the sizes of the tokens, which blocks without an embedding ask the
-other ranks for otherwise. Compiled blocks cannot ask: in this tree torch runs in parts what is not
-told, and older ones assumed that all ranks hold the same.
+Both are told the sizes of the tokens, where they can be; older trees assumed that all ranks hold
+the same.
 
 With ``--keep`` both keep gathered weights for backward. By default this tree gathers them again on
 other backends than gloo, and older ones did not.
@@ -55,7 +54,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--repeats", type=int, help="timed steps of a plan (9; pretended: 300)")
     parser.add_argument("--compile", action="store_true", help="compile each block")
-    parser.add_argument("--tell", action="store_true", help="tell the sizes of the tokens")
     parser.add_argument("--keep", action="store_true", help="keep gathered weights for backward")
     parser.add_argument("--pretend", type=int, help="ranks of a fake process group")
     parser.add_argument("--json", type=Path, help="write what was printed there too")
@@ -98,7 +96,7 @@ def steps_of(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     if refused:
         raise SystemExit(f"{refused}")
     for variant in variants:
-        if args.tell and hasattr(torch_tp2d, "token_sizes"):
+        if hasattr(torch_tp2d, "token_sizes"):
             mesh = next(variant.model.parameters()).device_mesh
             torch_tp2d.token_sizes(mesh, (args.batch, args.seq))
         if args.compile:

@@ -8,7 +8,6 @@ Under torch's name without the underscore where they are torch's unchanged. Each
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -386,11 +385,14 @@ def place_by_keyword(op: Any, name: str) -> None:
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_kwargkey = [name]
 
 
-def contiguous_spec(
-    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
+def spec_for(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> Any:
-    """The spec of a DTensor that is contiguous as a whole."""
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    """The spec of a DTensor."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 

@@ -182,11 +182,11 @@ def _(mesh: DeviceMesh) -> None:
     assert compat.spec_of(made) == spec and compat.spec_of(made) is not spec
 
 
-@of("contiguous_spec")
+@of("spec_for")
 def _(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.zeros(2, 3, 5), mesh, (Shard(0), Replicate()))
-    shape = torch.Size((2, 3, 5))
-    assert compat.contiguous_spec(mesh, x.placements, shape, x.dtype) == compat.spec_of(x)
+    made = compat.spec_for(mesh, x.placements, x.shape, x.stride(), x.dtype)
+    assert made == compat.spec_of(x)
 
 
 @of("place_by_keyword")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,7 +15,7 @@ from .._torch_compat import StridedShard, disable_dynamo, root_mesh
 from .._tracing import eager_only
 from ..comm import Axis, move
 from ..mesh.grid import Grid, check_mesh, describe_mesh
-from ..mesh.layouts import TP_COL, TP_ROW
+from ..mesh.layouts import TP_COL, TP_ROW, contiguous_strides
 from ..ops.cross_entropy import token_losses
 
 __all__ = ["as_dtensor", "cross_entropy", "loss_of"]
@@ -213,7 +212,7 @@ def _sum_over(value: Tensor, axes: Sequence[Axis]) -> Tensor:
 def as_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]
 ) -> DTensor:
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    stride = contiguous_strides(shape)
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import contiguous_spec
 from .._tracing import in_graph, static
 from ..comm import Axis, move
 from ..runtime.context import Sizes, context_of
@@ -24,6 +23,7 @@ from .layouts import (
     TP_COL,
     TP_ROW,
     Layout,
+    contiguous_spec,
     describe_mesh,
     moves_dim,
     normalize,

@@ -21,14 +21,17 @@ that trailing shards may be shorter or empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from .._torch_compat import spec_for
 from .._tracing import static
 
 __all__ = [
@@ -43,6 +46,8 @@ __all__ = [
     "as_layout",
     "check_row_dim",
     "chunk_sizes",
+    "contiguous_spec",
+    "contiguous_strides",
     "describe_mesh",
     "feature_layout",
     "is_pair",
@@ -211,6 +216,18 @@ def shards_dim(placement: Placement, dim: int) -> bool:
 def moves_dim(dim: int, src: Layout, dst: Layout) -> bool:
     """Whether some axis starts or stops sharding ``dim``."""
     return any(shards_dim(a, dim) != shards_dim(b, dim) for a, b in zip(src, dst, strict=True))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, on which DTensor's operators rely."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def contiguous_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype
+) -> Any:
+    """The spec of a DTensor that is contiguous as a whole."""
+    return spec_for(mesh, placements, shape, contiguous_strides(shape), dtype)
 
 
 def check_row_dim(row_dim: int) -> None:

@@ -5,7 +5,6 @@ Those take longer than a small product. In a traced graph, where they cost nothi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from .._once import once_differentiable
 from .._torch_compat import dtensor_of, local_tensor, spec_of
 from .._tracing import in_graph
 from ..mesh.grid import Grid
-from ..mesh.layouts import Layout, normalize, reduced
+from ..mesh.layouts import Layout, contiguous_strides, normalize, reduced
 from ..runtime.deferred import undeferred
 
 __all__ = ["local_shards", "shard_of", "to_dtensor", "values_of"]
@@ -144,10 +143,9 @@ def to_dtensor(
     if shape is None:
         x = grid.without_stand_in(x, layout)
         shape = grid.shape_of(x, layout, features)()
-    # DTensor's operators rely on the strides that it is given.
     x, shape, placements = x.contiguous(), torch.Size(shape), grid.placements(layout)
     if in_graph():
-        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        stride = contiguous_strides(shape)
         return DTensor.from_local(
             x, grid.mesh, placements, run_check=False, shape=shape, stride=stride
         )
