@@ -25,10 +25,16 @@ from torch_tp2d.mesh.grid import Grid
 from torch_tp2d.mesh.layouts import TP_COL, TP_ROW
 
 
-@pytest.mark.parametrize("piece", [comm.axis.PIECE_BYTES, 16], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "piece,copies_from",
+    [(comm.axis.PIECE_BYTES, comm.axis.COPIES_FROM), (16, 2)],
+    ids=["whole", "cut"],
+)
 @pytest.mark.parametrize("rows,columns", GRIDS)
-def test_raw_collectives_take_uneven_and_empty_shards(rows: int, columns: int, piece: int) -> None:
-    world.run(rows * columns, raw_collectives, rows, columns, piece)
+def test_raw_collectives_take_uneven_and_empty_shards(
+    rows: int, columns: int, piece: int, copies_from: int
+) -> None:
+    world.run(rows * columns, raw_collectives, rows, columns, piece, copies_from)
 
 
 def _pieces_by_rate() -> list[int]:
@@ -64,6 +70,36 @@ def test_an_exchange_is_split_by_what_comes_in_at_once(ranks: int, pieces: int) 
     assert len(axis.rounds([2**10] * ranks, 2**5, torch.float32)) == pieces
     # In a compiled graph shards are gathered, each rank from one neighbour.
     assert len(axis.rounds([2**10] * ranks, 2**5, torch.float32, exchanged=False)) == 1
+
+
+@pytest.mark.parametrize(
+    "ranks,elements,copied",
+    [(4, 2**9, False), (5, 2**9, True), (8, 2**11, True), (8, 2**13, False)],
+)
+def test_a_small_sum_along_many_ranks_is_of_copies(ranks: int, elements: int, copied: bool) -> None:
+    axis = comm.Axis(TP_ROW, (ranks,), 0, "", GLOO)
+    assert axis.copies_terms(elements, torch.float32) == copied
+    assert not comm.Axis(TP_ROW, (ranks,), 0, "", comm.NCCL).copies_terms(elements, torch.float32)
+
+
+def _sum_of_copies() -> tuple[Tensor, dict[tuple[str, str], int]]:
+    grid = Grid(grid_mesh(5, 1))
+    # Sums of such terms depend on their order.
+    part = whole_of(seed=dist.get_rank()) * 10.0 ** (3 * dist.get_rank())
+    with torch_tp2d.CommCounter(grid.mesh) as counter:
+        moving = comm.all_reduce(part, grid.row)
+        part.zero_()
+        total = moving.wait()
+    return total, dict(counter.bytes)
+
+
+@pytest.mark.gloo
+def test_a_sum_of_copies_is_the_same_on_every_rank() -> None:
+    """Each has all terms and adds them up itself; parameters would drift apart by the last bits."""
+    first, *others = world.run(5, _sum_of_copies)
+    for total, received in others:
+        assert torch.equal(total, first[0])
+        assert received == first[1] == {(TP_ROW, "all_to_all_single"): 4 * 7 * 5 * 8}
 
 
 def _of_dtensors() -> None:

@@ -25,8 +25,8 @@ def mine_of(whole: Tensor, dim: int, axis: comm.Axis) -> Tensor:
     return whole.split(axis.split(whole.shape[dim]), dim)[axis.index]
 
 
-def raw_collectives(rows: int, columns: int, piece: int) -> None:
-    comm.axis.PIECE_BYTES = piece
+def raw_collectives(rows: int, columns: int, piece: int, copies_from: int) -> None:
+    comm.axis.PIECE_BYTES, comm.axis.COPIES_FROM = piece, copies_from
     grid = Grid(grid_mesh(rows, columns))
     for axis, dim, size in product((grid.row, grid.col), (0, 1), (7, 6, 2, 1)):
         whole = whole_of(size, 5) if dim == 0 else whole_of(5, size)
@@ -41,6 +41,8 @@ def raw_collectives(rows: int, columns: int, piece: int) -> None:
             comm.reduce_scatter(part, dim, sizes, axis).wait(), mine_of(total, dim, axis)
         )
         torch.testing.assert_close(comm.all_reduce(part, axis).wait(), total)
+        largest = comm.all_reduce(part, axis, "max").wait()
+        assert torch.equal(largest, functools.reduce(torch.maximum, parts))
         if dim == 0:
             theirs = comm.gather_others(shard, sizes, axis).wait()
             blocks = [b for r, b in enumerate(whole.split(sizes)) if r != axis.index]

@@ -6,6 +6,7 @@ with these. They take uneven shards, which are padded on the wire only.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -224,10 +225,32 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Reduce over the axis (``"sum"`` or ``"max"``); the result is replicated."""
+    """Reduce over the axis (``"sum"`` or ``"max"``); the result is replicated.
+
+    A small tensor is copied to all others at once where a ring takes longer
+    (:meth:`~torch_tp2d.comm.Axis.copies_terms`).
+    """
     if axis.size == 1 or x.numel() == 0:
         return Pending(x)
+    if axis.copies_terms(x.numel(), x.dtype):
+        return _all_reduce_of_copies(x, axis, op)
     return Pending(None, [partial(_c10d.all_reduce.default, x.contiguous(), op, axis.group)], _only)
+
+
+def _all_reduce_of_copies(x: Tensor, axis: Axis, op: str) -> Pending:
+    size = x.numel()
+    sent = x.reshape(-1).repeat(axis.size - 1)
+    counts = without_own([size] * axis.size, axis)
+    start = partial(_c10d.all_to_all_single.default, sent, counts, counts, axis.group)
+
+    def finish(wires: list[Tensor]) -> Tensor:
+        terms = list(wires[0].split(size))
+        # In the order of the ranks: every rank has to have the same result to the last bit.
+        terms.insert(axis.index, sent[:size])
+        total = functools.reduce(torch.maximum if op == "max" else torch.add, terms)
+        return total.view(x.shape)
+
+    return Pending(None, [start], finish)
 
 
 def _only(wires: list[Tensor]) -> Tensor:
