@@ -86,6 +86,15 @@ def version(x: Tensor) -> int | None:
         return None
 
 
+def unviewed(x: Tensor) -> Tensor:
+    """A result of an autograd function, which no backward needs, so that users may write into it.
+
+    Autograd refuses that where what a function has made is a view. What is returned shares the
+    memory, but is none.
+    """
+    return x.data if not torch.compiler.is_compiling() and x._is_view() else x
+
+
 def fake_mode() -> Any:
     """The mode in which tensors have shapes but no values; it accepts real tensors as inputs."""
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -128,6 +137,34 @@ def begins_no_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     skips = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skips, skips))
     return function
+
+
+def guard_global_sizes() -> None:
+    """Let a graph that is being traced hold for DTensors of these global sizes only.
+
+    Of an input that is a DTensor Dynamo compares the shard's sizes, which can be the same on one
+    rank and others on another: that rank alone would run the graph of another length.
+    """
+    from torch._dynamo.comptime import comptime  # here, as it imports Dynamo
+
+    comptime(_guard_inputs)
+
+
+def _guard_inputs(tracing: Any) -> None:
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    for node in tracing._ComptimeContext__tx.output.root_tracer.graph.find_nodes(op="placeholder"):
+        given = node.meta.get("grapharg")
+        if given is None or not isinstance(given.example, DTensor):
+            continue
+        if isinstance(given.example, torch.nn.Parameter):
+            continue
+        sizes = AttrSource(AttrSource(given.source, "_spec"), "shape")
+        install_guard(sizes.make_guard(GuardBuilder.EQUALS_MATCH))
+        traced = node.meta["example_value"]
+        for size in (*traced.shape, *local_tensor(traced).shape):
+            int(size)  # A symbol, as a size becomes once it has changed, is one no more.
 
 
 disable_dynamo = torch._disable_dynamo
@@ -206,6 +243,11 @@ def hooks_again(param: Tensor, hook: Callable[..., None]) -> bool:
         return False
     param._post_accumulate_grad_hooks = hooks
     return True
+
+
+def hooked_in_backward(param: Tensor) -> bool:
+    """Whether hooks run once a parameter's gradient is there, which may change the parameter."""
+    return bool(param._post_accumulate_grad_hooks)
 
 
 top_saved_tensors_default_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks

@@ -354,6 +354,37 @@ def _() -> None:
     assert compat.hooks_of(x) is hooks and hooks
 
 
+@of("hooked_in_backward")
+def _() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not compat.hooked_in_backward(x)
+    hook = x.register_post_accumulate_grad_hook(lambda param: None)
+    assert compat.hooked_in_backward(x)
+    hook.remove()
+    assert not compat.hooked_in_backward(x)
+
+
+@of("unviewed")
+def _() -> None:
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, own: bool) -> Tensor:
+            half = (x * 1)[:2]
+            return compat.unviewed(half) if own else half
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return torch.cat([grad, grad]), None
+
+    x = torch.ones(4, requires_grad=True)
+    y = Half.apply(x, True)
+    y.mul_(3)
+    y.sum().backward()
+    assert y.tolist() == [3, 3] and x.grad is not None and x.grad.tolist() == [3] * 4
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        Half.apply(x, False).mul_(3)
+
+
 def _attention() -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Query, key and value, the output of a causal attention, and their gradients from its sum."""
     generator = torch.Generator().manual_seed(0)

@@ -182,6 +182,29 @@ def _(mesh: DeviceMesh) -> None:
     assert compat.spec_of(made) == spec and compat.spec_of(made) is not spec
 
 
+@of("guard_global_sizes")
+def _(mesh: DeviceMesh) -> None:
+    traced = 0
+
+    def count(graph: Any, example: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return graph
+
+    def double(x: DTensor) -> Tensor:
+        y = x * 2
+        compat.guard_global_sizes()
+        return y.to_local()
+
+    run = torch.compile(double, backend=count, fullgraph=True)
+    placed = [Replicate(), Shard(0)]
+    for size in (5, 5, 6, 5):
+        sizes = {"shape": torch.Size((size, 4)), "stride": (4, 1)}
+        x = DTensor.from_local(torch.ones(3, 4), mesh, placed, run_check=False, **sizes)
+        assert run(x).tolist() == [[2.0] * 4] * 3
+    assert traced == 2
+
+
 @of("spec_for")
 def _(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.zeros(2, 3, 5), mesh, (Shard(0), Replicate()))

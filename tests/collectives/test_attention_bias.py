@@ -93,6 +93,7 @@ TABLES = {
 }
 """Styles of a table of biases, by name."""
 WHOLE_TABLES = ("whole", "DTensor", "local", "columns")
+INSIDE = ("whole", "local", "columns", "split by heads")
 
 
 def _plan(columns: int, heads: int, kv_heads: int, row_dim: int, table: str) -> dict[str, Any]:
@@ -159,7 +160,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "uneven": (tuple(TABLES), {"sizes": (4, 2, 3, 5), "table": "heads", "checkpointed": True}),
     "heads that do not divide": (WHOLE_TABLES, {"sizes": (3, 1, 3, 5), "table": "heads"}),
     "for all heads": (WHOLE_TABLES, {"sizes": (4, 2, 3, 5), "table": "one"}),
-    "inside": (("whole", "local", "columns"), {"sizes": (4, 2, 3, 5), "own": "one"}),
+    "inside": (INSIDE[:3], {"sizes": (4, 2, 3, 5), "own": "one"}),
+    "inside, of each head": (INSIDE, {"sizes": (4, 2, 3, 5), "own": "heads"}),
+    "inside, undivided": (INSIDE[:3], {"sizes": (3, 1, 3, 5), "own": "heads"}),
     "bias": (("",), {"sizes": (4, 2, 3, 5), "given": {"bias": (1, 4, 5, 5)}}),
     "bias of samples": (("",), {"sizes": (4, 2, 3, 5), "given": {"bias": (3, 1, 5, 5)}}),
     "bias of pairs": (("",), {"sizes": (4, 2, 3, 5), "given": {"bias": (5, 5)}}),

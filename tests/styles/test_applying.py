@@ -189,6 +189,26 @@ def test_plans_reach_their_modules() -> None:
     no_difference(world.run(4, _plans))
 
 
+def _shared(by_pattern: bool) -> dict[str, float]:
+    """Two layers that share one of their modules."""
+    reference = randomized(_Stack())
+    reference.layers["1"].w1 = reference.layers["0"].w1
+    model = copy.deepcopy(reference)
+    whole_plan = {f"layers.*.{key}": style for key, style in _mlp_plan().items()}
+    if not by_pattern:
+        whole_plan = {f"layers.{n}.{k}": s for n in "01" for k, s in _mlp_plan().items()}
+        del whole_plan["layers.1.w1"]
+    parallelize_module(model, grid_mesh(2, 2), {**whole_plan, "last": SequenceParallel()})
+    assert model.layers["1"].w1 is model.layers["0"].w1
+    return _run_both(reference, model, grid_mesh(2, 2))
+
+
+@pytest.mark.parametrize("by_pattern", [True, False])
+def test_layers_that_share_a_module(by_pattern: bool) -> None:
+    """A pattern names it in both, and was refused: "both plan keys", and then one key twice."""
+    no_difference(world.run(4, _shared, by_pattern))
+
+
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -22,6 +23,7 @@ import torch_tp2d
 from support.fake import mesh_of, pretend
 from support.mistakes import MEND_MESH, SmallModel, refused
 from torch_tp2d import (
+    Attention2D,
     Block2DParallel,
     Colwise2D,
     Lifted,
@@ -303,3 +305,44 @@ def test_rows_that_split_a_sequence_where_there_is_none(style: Callable[[], Any]
         return lambda: module(torch.ones(4, 8))
 
     refused((2, 1), ValueError, ("(4, 8)", "[batch, sequence, features]", "row_dim=0"), make)
+
+
+class _NanoAttention(nn.Module):
+    """As in nanoGPT: its sizes are those of the whole."""
+
+    def __init__(self, by_input: bool) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.n_head, self.n_embd, self.by_input = 4, 16, by_input
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, width = x.size()
+        if self.by_input:
+            q, k, v = self.c_attn(x).chunk(3, dim=2)
+        else:
+            q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        heads = [
+            y.view(size, length, self.n_head, width // self.n_head).transpose(1, 2)
+            for y in (q, k, v)
+        ]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(size, length, width))
+
+
+@pytest.mark.parametrize("by_input", [True, False])
+def test_attention_that_takes_sizes_of_the_whole(by_input: bool) -> None:
+    """All that was said was Python's "not enough values to unpack", or torch's "invalid shape"."""
+
+    plan = {
+        "0": Rowwise2D(),
+        "1": Attention2D(),
+        "1.c_attn": Colwise2D(parts=3),
+        "1.c_proj": Rowwise2D(),
+    }
+    said = "is invalid for input" if by_input else "not enough values to unpack"
+    words = rf"tp_col=2.*test_errors_running.py:[0-9]+: .*{said}.*n_head=2.*local_attributes"
+    with pretend(0, 4):
+        model = nn.Sequential(nn.Embedding(9, 16), _NanoAttention(by_input))
+        parallelize_module(model, mesh_of(2, 2), plan)
+        with pytest.raises(ValueError, match=words):
+            model(torch.zeros(4, 6, dtype=torch.long))

@@ -214,6 +214,22 @@ def _two_sets(mesh: Any) -> float:
     return worst
 
 
+def _computed_from_others(mesh: Any) -> float:
+    """The model's first forward is with parameters that are computed from its own."""
+    pair = _pair(mesh)
+    ids, target = batch(3, 5, VOCAB)
+    for model in pair:
+        params = {name: p * 1.1 for name, p in model.named_parameters()}
+        loss_of(functional_call(model, params, (ids,)), target).backward()
+    return _off(*pair)
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_parameters_computed_from_others(ranks: int) -> None:
+    """For the first forward modules are set up again, and torch let no hook be set on these."""
+    world.run(ranks, _on_grids, ranks, _computed_from_others)
+
+
 def _swapped(mesh: Any) -> float:
     one, several = _pair(mesh)
     both, old = (one, several), []

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -109,6 +112,74 @@ def test_an_optimizer_steps_as_on_one_device(grid: tuple[int, int]) -> None:
         for found in world.run(grid[0] * grid[1], _steps, *grid, name, False, None):
             assert len(found) == 9
             assert not {p: value for p, value in found.items() if not value < 1e-10}, name
+
+
+class _Gated(Small):
+    """Two Linears share a gathered input, whose gradient is the sum of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 13)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.gate(x).relu())
+
+
+def _steps_in_backward(rows: int, columns: int, by_node: bool) -> dict[str, float] | str:
+    torch.manual_seed(0)
+    reference = _Gated().double()
+    model = copy.deepcopy(reference)
+    token = {"input_layouts": Shard(1)}
+    plan = {
+        "embed": Rowwise2D(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": Colwise2D(**token),
+        "gate": Colwise2D(**token),
+        "down": Rowwise2D(output_layouts=Shard(1)),
+        "head": Colwise2D(**token, use_local_output=False),
+    }
+    parallelize_module(model, grid_mesh(rows, columns), plan)
+    ids = torch.randint(0, VOCAB, (4, 6), generator=torch.Generator().manual_seed(1))
+    nodes = []
+    for each in (reference, model):
+        for param in each.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.1)
+
+            def step(*_: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            if by_node and each is model:
+                nodes.append(get_gradient_edge(param).node)
+                nodes[-1].register_hook(step)
+            else:
+                param.register_post_accumulate_grad_hook(step)
+        for _ in range(STEPS):
+            try:
+                logits = each(ids)
+                logits.square().mean().backward()
+            except RuntimeError as error:
+                return str(error)
+    both = zip(model.named_parameters(), reference.parameters(), strict=True)
+    return {name: (whole(ours) - theirs).abs().max().item() for (name, ours), theirs in both}
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), deep((2, 2)), deep((1, 4))], ids=str)
+def test_an_optimizer_may_step_in_backward(grid: tuple[int, int]) -> None:
+    """As soon as a parameter's gradient is there, by PyTorch's recipe for it.
+
+    On one row the gradient of an input that two Linears share was the product with weights that
+    had been stepped meanwhile: wrong without an error.
+    """
+    for found in world.run(grid[0] * grid[1], _steps_in_backward, *grid, False):
+        assert isinstance(found, dict)
+        assert not {p: value for p, value in found.items() if not value < 1e-12}
+
+
+def test_steps_by_hooks_that_are_not_seen_are_refused() -> None:
+    """Those of autograd's own nodes: no list of a parameter's has them."""
+    for found in world.run(2, _steps_in_backward, 1, 2, True):
+        assert isinstance(found, str) and "register_post_accumulate_grad_hook" in found
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])

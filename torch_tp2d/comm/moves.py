@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
+from .._torch_compat import unviewed
 from .axis import Axis
 from .fused import reshard_fused
 from .transfers import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -38,7 +39,9 @@ class _Move(torch.autograd.Function):
     ) -> Tensor:
         ctx.axis, ctx.sizes = axis, sizes
         ctx.grads = dst_grad, src_grad
-        return _raw_move(x, axis, src, dst, sizes)
+        moved = _raw_move(x, axis, src, dst, sizes)
+        # What has not moved is the giver's memory: of that autograd has to see what is written.
+        return moved if src == dst else unviewed(moved)
 
     @staticmethod
     @once_differentiable
@@ -119,7 +122,8 @@ class _ReshardFused(torch.autograd.Function):
         ctx: Any, parts: Sequence[int], axis: Axis, *shards: Tensor | int | None
     ) -> tuple[Tensor | None, ...]:
         ctx.parts, ctx.axis, ctx.dims = parts, axis, shards[1::2]
-        return _reshard_all(shards[::2], ctx.dims, parts, axis, back=False)
+        dealt = _reshard_all(shards[::2], ctx.dims, parts, axis, back=False)
+        return tuple(None if shard is None else unviewed(shard) for shard in dealt)
 
     @staticmethod
     @once_differentiable

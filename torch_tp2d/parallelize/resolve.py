@@ -107,7 +107,9 @@ def _match(root: nn.Module, key: str) -> list[tuple[str, nn.Module, nn.Module | 
             f"plan key {key!r} matches no module of {type(root).__name__}; the nearest names are "
             f"{near or names[:5]}"
         )
-    return found
+    # A module that layers share is one, whichever of them it is found in.
+    first = {id(submodule): at for at, (_, submodule, _) in reversed(list(enumerate(found)))}
+    return [match for at, match in enumerate(found) if first[id(match[1])] == at]
 
 
 def _is_pruned(parent: nn.Module, token: str) -> bool:

@@ -37,6 +37,7 @@ from ..comm import (
     without_own,
 )
 from .assembly import Assembly
+from .versions import VersionGuard
 
 __all__ = [
     "Again",
@@ -326,17 +327,31 @@ class Products(Deferred):
     back. Sums of such gradients, as q, k and v make, stay unmultiplied.
     """
 
-    terms: tuple[tuple[Tensor, Tensor], ...]
+    _terms: tuple[tuple[Tensor, Tensor], ...]
+    _guards: tuple[VersionGuard, ...]
 
     @staticmethod
-    def __new__(cls, terms: tuple[tuple[Tensor, Tensor], ...]) -> Any:
+    def __new__(
+        cls, terms: tuple[tuple[Tensor, Tensor], ...], guards: tuple[VersionGuard, ...] = ()
+    ) -> Any:
         (c, b), *_ = terms
         self = super().__new__(cls, (*c.shape[:-1], b.shape[0]), c)
-        self.terms = terms
+        self._terms, self._guards = terms, guards
         return self
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
+
+    @property
+    def terms(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The operands ``c`` and ``b`` of each product.
+
+        Raises:
+            RuntimeError: if a ``b`` that is a parameter's own shard was changed meanwhile.
+        """
+        for guard in self._guards:
+            guard.check()
+        return self._terms
 
     def value(self) -> Tensor:
         (c, b), *others = self.terms
@@ -352,7 +367,7 @@ class Products(Deferred):
         if func is torch.ops.aten.add.Tensor and not kwargs and len(args) == 2:
             a, b = args
             if isinstance(a, Products) and isinstance(b, Products):
-                return Products(a.terms + b.terms)
+                return Products(a.terms + b.terms, a._guards + b._guards)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

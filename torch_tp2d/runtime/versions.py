@@ -78,5 +78,6 @@ class VersionGuard:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.param.shape)} needed for gradient computation "
                 f"has been modified by an inplace operation since the forward: run backward before "
-                f"the optimizer's step, or forward again after it"
+                f"the optimizer's step, or forward again after it; to step in backward, do it in a "
+                f"hook set by the parameter's register_post_accumulate_grad_hook"
             )

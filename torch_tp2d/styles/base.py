@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .. import debug
 from .._torch_compat import (
     are_functorch_transforms_active,
+    guard_global_sizes,
     parameters_of,
 )
 from .._tracing import in_graph, in_one_piece
@@ -249,7 +250,9 @@ class _OnGrid:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
         run, forward = partial(in_one_piece, self._tp2d.run), super().forward  # type: ignore[misc]
-        if not in_graph():
+        if in_graph():
+            guard_global_sizes()
+        else:
             refuse_transforms(self)  # type: ignore[arg-type]
         if debug.is_on():
             return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]

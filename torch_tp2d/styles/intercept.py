@@ -85,6 +85,9 @@ class Intercept(TorchFunctionMode):
             return partial(self._torch_dropout, func == torch.dropout_)
         if func in _OTHERS:
             return partial(_other, self.here, func)
+        if func is Tensor.unflatten and in_graph():
+            # Its own code calls that of a base class, which Dynamo does not trace.
+            return torch.unflatten
         return func
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

@@ -54,7 +54,8 @@ class WholeRunner(Runner):
 
     def installed(self, module: nn.Module) -> None:
         for param in module.parameters():
-            if param.requires_grad and isinstance(param, DTensor):
+            # Those of functional_call may be made of others, whose gradients are settled.
+            if param.requires_grad and param.is_leaf and isinstance(param, DTensor):
                 settle_after_backward(param)
         pass_by_nothing(module)
 

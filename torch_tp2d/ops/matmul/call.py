@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._once import once_differentiable
-from ..._torch_compat import adds_to_grad, parameters_of
+from ..._torch_compat import adds_to_grad, local_tensor, parameters_of, unviewed
 from ...comm import Axis, Pending, all_reduce
 from ...runtime.accumulation import Accumulation
 from ...runtime.context import Context, autocast_dtype
@@ -146,6 +146,12 @@ class Call:
         assert self.param is not None
         return self.param.param
 
+    def guards_of(self, b: Tensor) -> tuple[VersionGuard, ...]:
+        """What tells whether an operand is still that of forward: nothing, if it is a copy."""
+        if self.param is None or b.data_ptr() != local_tensor(self.own).data_ptr():
+            return ()
+        return (self.param,)
+
     @property
     def accumulation(self) -> Accumulation | None:
         """The gradient accumulation, if it is in use."""
@@ -250,7 +256,7 @@ class _Linear(torch.autograd.Function):
         ctx.call = call.without_gather
         ctx.state = result.state
         ctx.save_for_backward(*result.saved)
-        return result.outputs
+        return tuple(map(unviewed, result.outputs))
 
     @staticmethod
     @once_differentiable

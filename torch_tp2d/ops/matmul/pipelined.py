@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._once import once_differentiable
+from ..._torch_compat import hooked_in_backward
 from ..._tracing import in_graph
 from ...comm import Pending
 from ...runtime.deferred import Again, Gathering, LazyResult, Products, Transfer, undeferred
@@ -172,8 +173,9 @@ def backward(
         running.start_reductions()
     if needs.x and dx is None:
         b = moving.wait()
-        if state.arriving:
-            dx = Products(((grad, b),))
+        # A hook that steps the weight runs before the gradient of a shared input is complete.
+        if state.arriving and not hooked_in_backward(call.own):
+            dx = Products(((grad, b),), call.guards_of(b))
         else:
             dx = grad @ (b.t() if op.gathers_input else b)
     if not isinstance(dx, Products):

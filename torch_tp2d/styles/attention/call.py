@@ -82,6 +82,7 @@ class Call:
         in_rows = runner.row_dim == 1
         plain = not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1)
         if plain and not dropout_p:
+            attn_mask = self._of_own_heads(attn_mask, query, key, heads)
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -117,6 +118,16 @@ class Call:
             out = attend_to_all(query, key, value, mask, is_causal, scale, drop)
             out = _whole_heads(out, heads)
         return out if shape == query.shape else out.reshape(*shape[:-1], out.shape[-1])
+
+    def _of_own_heads(
+        self, mask: Tensor | None, query: Tensor, key: Tensor, heads: Heads | None
+    ) -> Tensor | None:
+        """This column's heads of a mask that has all of them, such as one of a table of biases."""
+        if mask is None or isinstance(mask, DTensor) or mask.ndim < 3 or query.ndim != 4:
+            return mask
+        columns = self.grid.col.size
+        heads = heads or Heads(query.shape[1] * columns, key.shape[1] * columns, self.grid.col)
+        return heads.own_query(mask[(None,) * (4 - mask.ndim)])
 
     def _with_whole_grad(self, mask: Tensor, heads: Heads | None) -> Tensor:
         """A bias that learns and was made inside the module: one of its arguments has it already.

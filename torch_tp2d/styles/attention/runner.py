@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch_compat import tree_map_only
+from ..._tracing import in_graph
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.handed import hand_out, said_of
 from ..base import Resolved, Runner
@@ -20,6 +21,7 @@ from ..module_kinds import describe_module, input_width, projects
 from .call import Call
 from .config import local_config
 from .tokens import Tokens
+from .users_errors import place_in_users_code
 
 if TYPE_CHECKING:
     from .style import Attention2D
@@ -106,8 +108,12 @@ class AttentionRunner(Runner):
             # Attention in the module's own code may have failed on head counts that do not match,
             # and then the message below is the helpful one.
             if call.happened or not self.why_not_eager():
+                self._explain(module, error)
                 raise
             cause = error
+        except (ValueError, TypeError) as error:
+            self._explain(module, error)
+            raise
         why = "" if call.happened else self.why_not_eager()
         if why:
             raise ValueError(
@@ -115,6 +121,25 @@ class AttentionRunner(Runner):
                 f"scaled_dot_product_attention, but {why}"
             ) from cause
         return result
+
+    def _explain(self, module: nn.Module, error: Exception) -> None:
+        """Say what the module's own code sees here, if that is where an error comes from.
+
+        Raises:
+            ValueError: if it is, on a grid that splits heads.
+        """
+        place = None if in_graph() or self.grid.col.size == 1 else place_in_users_code(error)
+        if place is None or (self.heads is not None and self.heads.whole_query):
+            return
+        divided = ", ".join(f"{name}={value}" for name, value in self.local_values.items())
+        raise ValueError(
+            f"{describe_module(module)} on mesh {describe_mesh(self.grid.mesh)}: its own code "
+            f"fails in {place}: {error}. What its projections give it are the features of this "
+            f"column's heads, and of its attributes only these are divided to fit: "
+            f"{divided or 'none'}. Take sizes from what the projections give, such as "
+            f"q.size(-1), .chunk(3, -1) and .view(B, T, -1), not from its input or from other "
+            f"attributes, or name those in Attention2D(local_attributes=...)"
+        ) from error
 
     def _with_own_parameters(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
