@@ -90,9 +90,9 @@ def unviewed(x: Tensor) -> Tensor:
     """A result of an autograd function, which no backward needs, so that users may write into it.
 
     Autograd refuses that where what a function has made is a view. What is returned shares the
-    memory, but is none.
+    memory, but is none. Not for graphs, in which Dynamo makes views of its own.
     """
-    return x.data if not torch.compiler.is_compiling() and x._is_view() else x
+    return x.data if x._is_view() else x
 
 
 def fake_mode() -> Any:

@@ -68,7 +68,7 @@ def test_a_transport_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows,columns", moves.GRIDS)
 def test_collectives(rows: int, columns: int) -> None:
-    off_gloo(rows * columns, moves.raw_collectives, rows, columns, 16)
+    off_gloo(rows * columns, moves.raw_collectives, rows, columns, 16, 2)
     off_gloo(rows * columns, moves.move_gradients, rows, columns)
 
 

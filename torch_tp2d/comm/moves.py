@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from .._torch_compat import unviewed
+from .._tracing import in_graph
 from .axis import Axis
 from .fused import reshard_fused
 from .transfers import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -41,7 +42,7 @@ class _Move(torch.autograd.Function):
         ctx.grads = dst_grad, src_grad
         moved = _raw_move(x, axis, src, dst, sizes)
         # What has not moved is the giver's memory: of that autograd has to see what is written.
-        return moved if src == dst else unviewed(moved)
+        return moved if src == dst or in_graph() else unviewed(moved)
 
     @staticmethod
     @once_differentiable
@@ -123,6 +124,8 @@ class _ReshardFused(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.parts, ctx.axis, ctx.dims = parts, axis, shards[1::2]
         dealt = _reshard_all(shards[::2], ctx.dims, parts, axis, back=False)
+        if in_graph():
+            return dealt
         return tuple(None if shard is None else unviewed(shard) for shard in dealt)
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._once import once_differentiable
 from ..._torch_compat import adds_to_grad, local_tensor, parameters_of, unviewed
+from ..._tracing import in_graph
 from ...comm import Axis, Pending, all_reduce
 from ...runtime.accumulation import Accumulation
 from ...runtime.context import Context, autocast_dtype
@@ -256,7 +257,7 @@ class _Linear(torch.autograd.Function):
         ctx.call = call.without_gather
         ctx.state = result.state
         ctx.save_for_backward(*result.saved)
-        return tuple(map(unviewed, result.outputs))
+        return result.outputs if in_graph() else tuple(map(unviewed, result.outputs))
 
     @staticmethod
     @once_differentiable
