@@ -182,6 +182,52 @@ def test_steps_by_hooks_that_are_not_seen_are_refused() -> None:
         assert isinstance(found, str) and "register_post_accumulate_grad_hook" in found
 
 
+def _outcome(model: nn.Module, ids: Tensor, name: str, foreach: bool) -> str:
+    """What comes of a backward, if a parameter was stepped since the forward."""
+    loss = model(ids).square().mean()
+    param = dict(model.named_parameters())[name]
+    param.grad = torch.ones_like(param)
+    torch.optim.SGD([param], lr=0.5, foreach=foreach).step()
+    model.zero_grad()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return "raises"
+    return "runs"
+
+
+def _stepped_before_backward(rows: int, columns: int) -> dict[str, tuple[str, str, float]]:
+    ids = torch.randint(0, VOCAB, (4, 6), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for foreach in (False, True):
+        for name, _ in Small().named_parameters():
+            pair = _pair(rows, columns)
+            for model in pair:
+                model(ids).square().mean().backward()
+                model.zero_grad()
+            ours, theirs = (_outcome(model, ids, name, foreach) for model in pair)
+            off = 0.0
+            if ours == theirs == "runs":
+                both = zip(pair[0].parameters(), pair[1].parameters(), strict=True)
+                off = max((whole(p.grad) - q.grad).abs().max().item() for p, q in both)
+            found[f"{name} {foreach}"] = ours, theirs, off
+    return found
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), deep((2, 2))], ids=str)
+def test_a_step_between_forward_and_backward(grid: tuple[int, int]) -> None:
+    """Refused wherever it is on one device.
+
+    A norm computed on shards did not notice it, nor any module a step with ``foreach``: torch does
+    not count those of DTensors. Gradients were wrong without an error.
+    """
+    for found in world.run(grid[0] * grid[1], _stepped_before_backward, *grid):
+        assert len(found) == 18
+        for name, (ours, theirs, off) in found.items():
+            assert ours == theirs and off < 1e-12, (name, ours, theirs, off)
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_averages_and_checkpoints(reentrant: bool | None) -> None:
     for found in world.run(4, _steps, 2, 2, "AdamW", True, reentrant):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._torch_compat import (
     active_fake_mode,
@@ -14,8 +18,9 @@ from .._torch_compat import (
     local_tensor,
     version,
 )
+from .._tracing import eager_only
 
-__all__ = ["VersionGuard", "copy_to_compare", "same_bits", "versions"]
+__all__ = ["VersionGuard", "count_steps", "copy_to_compare", "same_bits", "versions"]
 
 
 def versions(x: Any) -> tuple[int | None, ...]:
@@ -64,6 +69,24 @@ def _flat(x: Tensor) -> Tensor:
     x = x.reshape(-1)
     # One of a single element may have any stride, which its view in another dtype may not.
     return x if x.stride(0) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def count_steps() -> None:
+    """From now on, have an optimizer's step count as a change of the DTensors that it steps.
+
+    torch does not count what ``foreach`` and ``fused`` optimizers do to a DTensor, so that a step
+    between a forward and its backward would not be noticed.
+    """
+    register_optimizer_step_post_hook(_count_step)
+
+
+@eager_only
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, DTensor) and param.grad is not None:
+                increment_version(param)
 
 
 class VersionGuard:

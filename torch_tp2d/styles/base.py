@@ -29,6 +29,7 @@ from .._tracing import in_graph, in_one_piece
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize
 from ..planner.rates import measured
+from ..runtime.versions import count_steps
 from .boundary import Exit
 from .empty_shards import refuse_empty_under_fsdp
 from .module_kinds import describe_module
@@ -264,6 +265,7 @@ _classes: dict[tuple[str, type], type] = {}
 
 def put_on_grid(module: nn.Module, runner: Runner) -> None:
     """Make the module's forward call the runner."""
+    count_steps()
     kind = type(module)
     if (runner.style, kind) not in _classes:
         name = f"{runner.style}{kind.__name__}"

@@ -19,6 +19,7 @@ from .._tracing import in_graph
 from ..mesh.grid import Grid
 from ..mesh.layouts import Layout, contiguous_strides, normalize, reduced
 from ..runtime.deferred import undeferred
+from ..runtime.versions import VersionGuard
 
 __all__ = ["local_shards", "shard_of", "to_dtensor", "values_of"]
 
@@ -27,8 +28,9 @@ class _LocalShards(torch.autograd.Function):
     """``to_local()`` of parameters. Backward waits here for gradients that arrive deferred."""
 
     @staticmethod
-    def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, guarded: bool, *params: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.guards = list(map(VersionGuard, params)) if guarded else []
         ctx.specs = [spec_of(param) for param in params]
         shards = [local_tensor(param) for param in params]
         ctx.strides = [shard.stride() for shard in shards]
@@ -37,7 +39,9 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(map(_placed_like, grads, ctx.specs, ctx.strides))
+        for guard in ctx.guards:
+            guard.check()
+        return None, *map(_placed_like, grads, ctx.specs, ctx.strides)
 
 
 def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Tensor | None:
@@ -54,17 +58,19 @@ def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Te
     )
 
 
-def local_shards(*params: Any) -> tuple[Any, ...]:
+def local_shards(*params: Any, guarded: bool = False) -> tuple[Any, ...]:
     """The local shards of parameters. Their gradients become DTensors placed like the parameters.
 
     Args:
         params: DTensors, or plain tensors, which are returned as they are; None stays None.
+        guarded: the backward of what is computed from the shards needs the parameters as they are,
+            and raises a RuntimeError if they were changed. Of a shard torch does not tell.
     """
     if in_graph() or not torch.is_grad_enabled():
         return tuple(map(_shard, params))
     learns = [param is not None and param.requires_grad for param in params]
     learning = [param for param, does in zip(params, learns, strict=True) if does]
-    shards = iter(_LocalShards.apply(*learning) if learning else ())
+    shards = iter(_LocalShards.apply(guarded, *learning) if learning else ())
     return tuple(
         next(shards) if does else _shard(param) for param, does in zip(params, learns, strict=True)
     )

@@ -273,7 +273,7 @@ class PatchRunner(Runner):
         grid.context.tokens = (batch,)
         x = self.entry.shard(x, module)
         summed: Layout = Replicate(), Shard(0)
-        weight, bias = local_shards(module.weight, module.bias)
+        weight, bias = local_shards(module.weight, module.bias, guarded=True)
         weight = grid.redistribute(
             weight,
             self.weight_layout,

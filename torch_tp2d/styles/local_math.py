@@ -57,7 +57,7 @@ def run_locally(
         for axis, shared in zip((grid.row, grid.col), shares, strict=True)
     )
     on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
-    shards = local_shards(*on_mesh)
+    shards = local_shards(*on_mesh, guarded=True)
     split = [isinstance(param.placements[1], Shard) for param in on_mesh]
     on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
     on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]

@@ -136,7 +136,9 @@ class _NormRunner(Runner):
     def prepare(self, module: nn.Module) -> Prepared:
         """The parameters' local shards, as the norm takes them."""
         return Prepared(
-            *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
+            *local_shards(
+                *(getattr(module, name, None) for name in ("weight", "bias")), guarded=True
+            )
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:

@@ -328,5 +328,7 @@ class WholeRunner(Runner):
     def prepare(self, module: nn.Module) -> Prepared:
         """The parameters' local shards, as the module's math takes them."""
         return Prepared(
-            *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
+            *local_shards(
+                *(getattr(module, name, None) for name in ("weight", "bias")), guarded=True
+            )
         )
