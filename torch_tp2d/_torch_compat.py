@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -154,7 +154,11 @@ def _guard_inputs(tracing: Any) -> None:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
-    for node in tracing._ComptimeContext__tx.output.root_tracer.graph.find_nodes(op="placeholder"):
+    output = tracing._ComptimeContext__tx.output
+    if output.current_tracer is output.root_tracer:
+        # Those that are used later only, too.
+        _make_inputs(output.root_tx.symbolic_locals.values())
+    for node in output.root_tracer.graph.find_nodes(op="placeholder"):
         given = node.meta.get("grapharg")
         if given is None or not isinstance(given.example, DTensor):
             continue
@@ -165,6 +169,23 @@ def _guard_inputs(tracing: Any) -> None:
         traced = node.meta["example_value"]
         for size in (*traced.shape, *local_tensor(traced).shape):
             int(size)  # A symbol, as a size becomes once it has changed, is one no more.
+
+
+def _make_inputs(variables: Iterable[Any]) -> None:
+    """Make inputs of the graph of the DTensors among a frame's variables, or held by one."""
+    from torch._dynamo.variables import LazyVariableTracker
+
+    for variable in variables:
+        if not isinstance(variable, LazyVariableTracker) or variable.is_realized():
+            continue
+        value = variable.peek_value()
+        if isinstance(value, DTensor):
+            variable.realize()
+        elif type(value) in (tuple, list, dict):
+            held = value.values() if isinstance(value, dict) else value
+            if any(isinstance(x, DTensor) for x in held):
+                made: Any = variable.realize()
+                _make_inputs(made.items.values() if isinstance(value, dict) else made.items)
 
 
 disable_dynamo = torch._disable_dynamo

@@ -36,6 +36,18 @@ class _Scaled(nn.Module):
         return self.norm(x * 2)
 
 
+class _Held(nn.Module):
+    """Takes two of its inputs, one of them held by a dict, after its only style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor, more: dict[str, Tensor]) -> Tensor:
+        x = self.norm(x)
+        return x * (1 + other.mean((0, 1), keepdim=True) + more["more"].mean((0, 1), keepdim=True))
+
+
 class _Block(nn.Module):
     """Its heads are made by ``unflatten``."""
 
@@ -70,7 +82,12 @@ class _Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB) if isinstance(middle, _Block) else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.middle(self.embed(ids))
+        x = self.embed(ids)
+        if isinstance(self.middle, _Held):
+            same = self.embed(torch.zeros_like(ids[:, :1]).expand(len(ids), 4))
+            x = self.middle(same, x, {"more": self.embed(ids.flip(1))})
+        else:
+            x = self.middle(x)
         return x if self.head is None else self.head(x)
 
 
@@ -104,7 +121,7 @@ def _lengths(kind: type[nn.Module], rows: int, columns: int, backend: str) -> fl
     return worst
 
 
-@pytest.mark.parametrize("kind", [_Scaled, _Block])
+@pytest.mark.parametrize("kind", [_Scaled, _Block, _Held])
 @pytest.mark.parametrize(
     "backend,grid",
     [("eager", (1, 2)), deep("aot_eager", (1, 2)), deep("aot_eager", (2, 1))],
