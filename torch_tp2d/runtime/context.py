@@ -106,6 +106,8 @@ class Context:
         sizes: with an encoder and a decoder, or a block that is recomputed for backward, they are
         those of the module that runs. A user sets them by :class:`~torch_tp2d.token_sizes`.
         """
+        self.taken = WeakIdKeyDictionary()
+        """The versions of DTensors when a style took them in this forward."""
         self.embedded: Sizes | None = None
         """Batch and sequence size of what an embedding split over the rows in this forward."""
         self.running: Pass | None = None
@@ -167,6 +169,8 @@ class Context:
         """
         self.embedded = None
         self.gathered.clear()
+        if self.taken.data:
+            self.taken = WeakIdKeyDictionary()
 
 
 class TensorMemo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,9 +19,16 @@ from .._torch_compat import (
     local_tensor,
     version,
 )
-from .._tracing import eager_only
+from .._tracing import eager_only, in_graph
 
-__all__ = ["VersionGuard", "count_steps", "copy_to_compare", "same_bits", "versions"]
+__all__ = [
+    "VersionGuard",
+    "copy_to_compare",
+    "count_steps",
+    "guard_in_backward",
+    "same_bits",
+    "versions",
+]
 
 
 def versions(x: Any) -> tuple[int | None, ...]:
@@ -104,3 +112,19 @@ class VersionGuard:
                 f"the optimizer's step, or forward again after it; to step in backward, do it in a "
                 f"hook set by the parameter's register_post_accumulate_grad_hook"
             )
+
+
+def guard_in_backward(y: Tensor, params: Iterable[Tensor | None]) -> None:
+    """Let backward raise as :class:`VersionGuard` does if parameters of ``y`` were changed.
+
+    For what is computed from their shards, of whose changes torch does not tell.
+    """
+    if in_graph() or y.grad_fn is None:
+        return
+    guards = [VersionGuard(param) for param in params if param is not None]
+
+    def check(grads: Any) -> None:
+        for guard in guards:
+            guard.check()
+
+    y.grad_fn.register_prehook(check)

@@ -155,7 +155,10 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
                 Partial() if own else placement
                 for own, placement in zip(own_account, reduced(declared), strict=True)
             )
-            x = shard_of(x, grid, grad_placements=grid.placements((on_row, on_col)))
+            placements = grid.placements((on_row, on_col))
+            moves = zip((grid.row, grid.col), declared, normalize(wanted, x.ndim), strict=True)
+            kept = all(axis.size == 1 or have == want for axis, have, want in moves)
+            x = shard_of(x, grid, grad_placements=placements, kept=kept)
         else:
             x = x.to_local()
     else:

@@ -16,10 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 from .._once import once_differentiable
 from .._torch_compat import dtensor_of, local_tensor, spec_of
 from .._tracing import in_graph
-from ..mesh.grid import Grid
+from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, contiguous_strides, normalize, reduced
 from ..runtime.deferred import undeferred
-from ..runtime.versions import VersionGuard
+from ..runtime.versions import versions
 
 __all__ = ["local_shards", "shard_of", "to_dtensor", "values_of"]
 
@@ -28,9 +28,8 @@ class _LocalShards(torch.autograd.Function):
     """``to_local()`` of parameters. Backward waits here for gradients that arrive deferred."""
 
     @staticmethod
-    def forward(ctx: Any, guarded: bool, *params: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.guards = list(map(VersionGuard, params)) if guarded else []
         ctx.specs = [spec_of(param) for param in params]
         shards = [local_tensor(param) for param in params]
         ctx.strides = [shard.stride() for shard in shards]
@@ -39,9 +38,7 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        for guard in ctx.guards:
-            guard.check()
-        return None, *map(_placed_like, grads, ctx.specs, ctx.strides)
+        return tuple(map(_placed_like, grads, ctx.specs, ctx.strides))
 
 
 def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Tensor | None:
@@ -58,19 +55,17 @@ def _placed_like(grad: Tensor | None, spec: Any, strides: tuple[int, ...]) -> Te
     )
 
 
-def local_shards(*params: Any, guarded: bool = False) -> tuple[Any, ...]:
+def local_shards(*params: Any) -> tuple[Any, ...]:
     """The local shards of parameters. Their gradients become DTensors placed like the parameters.
 
     Args:
         params: DTensors, or plain tensors, which are returned as they are; None stays None.
-        guarded: the backward of what is computed from the shards needs the parameters as they are,
-            and raises a RuntimeError if they were changed. Of a shard torch does not tell.
     """
     if in_graph() or not torch.is_grad_enabled():
         return tuple(map(_shard, params))
     learns = [param is not None and param.requires_grad for param in params]
     learning = [param for param, does in zip(params, learns, strict=True) if does]
-    shards = iter(_LocalShards.apply(guarded, *learning) if learning else ())
+    shards = iter(_LocalShards.apply(*learning) if learning else ())
     return tuple(
         next(shards) if does else _shard(param) for param, does in zip(params, learns, strict=True)
     )
@@ -86,20 +81,29 @@ def values_of(param: Any) -> Tensor:
 
 
 class _ToLocal(torch.autograd.Function):
-    """``to_local()`` of a contiguous DTensor; ``spec`` is that of its gradient."""
+    """``to_local()`` of a contiguous DTensor; ``spec`` is that of its gradient.
+
+    Where the shard is kept for backward, so is the DTensor, by which torch tells whether it was
+    changed: an operation in place counts as a change of that alone.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, spec: Any) -> Tensor:
+    def forward(ctx: Any, x: DTensor, spec: Any, kept: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.spec = spec
+        if kept:
+            ctx.save_for_backward(x)
         shard: Tensor = local_tensor(x)
         return shard.view_as(shard)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        grad = grads[0]
-        return None if grad is None else dtensor_of(undeferred(grad).contiguous(), ctx.spec), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        assert len(ctx.saved_tensors) < 2  # Unpacking compares versions.
+        (grad,) = grads
+        if grad is None:
+            return None, None, None
+        return dtensor_of(undeferred(grad).contiguous(), ctx.spec), None, None
 
 
 class _FromLocal(torch.autograd.Function):
@@ -121,16 +125,35 @@ class _FromLocal(torch.autograd.Function):
 
 
 def shard_of(
-    x: DTensor, grid: Grid, *, grad_placements: Sequence[Placement] | None = None
+    x: DTensor,
+    grid: Grid,
+    *,
+    grad_placements: Sequence[Placement] | None = None,
+    kept: bool = False,
 ) -> Tensor:
-    """``x.to_local(grad_placements=grad_placements)`` of a DTensor on the grid's mesh."""
+    """``x.to_local(grad_placements=grad_placements)`` of a DTensor on the grid's mesh.
+
+    Args:
+        kept: what takes the shard keeps it for backward, not what is gathered of it.
+
+    Raises:
+        RuntimeError: if ``x`` was written into since it was taken before, in the same forward. Of a
+            shard that backward needs torch does not tell.
+    """
     if in_graph() or not (torch.is_grad_enabled() and x.requires_grad):
         return x.to_local(grad_placements=grad_placements)
+    now, taken = versions(x), grid.context.taken
+    if taken.setdefault(x, now) != now:
+        raise RuntimeError(
+            f"a DTensor of shape {tuple(x.shape)} on mesh {describe_mesh(grid.mesh)} has been "
+            f"modified by an inplace operation since a module of the plan took it, whose backward "
+            f"needs it as it was: write x = x + y in the place of x += y"
+        )
     local, spec = local_tensor(x), spec_of(x)
     if not local.is_contiguous() or spec.mesh != grid.mesh:
         return x.to_local(grad_placements=grad_placements)
     placements = reduced(spec.placements) if grad_placements is None else tuple(grad_placements)
-    return _ToLocal.apply(x, grid.spec(placements, spec.shape, x.dtype))
+    return _ToLocal.apply(x, grid.spec(placements, spec.shape, x.dtype), kept)
 
 
 def to_dtensor(

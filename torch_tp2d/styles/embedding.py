@@ -17,6 +17,7 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, Layout, as_layout, is_pair, normalize
 from ..ops.embedding import embedding2d
 from ..ops.patches import patches
+from ..runtime.versions import guard_in_backward
 from .base import LayoutLike, Resolved, Runner, check_dims
 from .boundary import Entry, Exit
 from .dtensors import local_shards, to_dtensor
@@ -273,7 +274,7 @@ class PatchRunner(Runner):
         grid.context.tokens = (batch,)
         x = self.entry.shard(x, module)
         summed: Layout = Replicate(), Shard(0)
-        weight, bias = local_shards(module.weight, module.bias, guarded=True)
+        weight, bias = local_shards(module.weight, module.bias)
         weight = grid.redistribute(
             weight,
             self.weight_layout,
@@ -284,6 +285,8 @@ class PatchRunner(Runner):
         if bias is not None:
             bias = grid.redistribute(bias, summed, summed, partial_grad=(True, False))
         y = F.linear(patches(x, *module.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)
+        if x.requires_grad:
+            guard_in_backward(y, [module.weight])
         shape = (batch, self.weight_shape[0], *y.shape[2:])
         y = grid.redistribute(y, (Shard(0), Shard(1)), self.wanted_out, shape=shape)
         if not self.use_local_output:

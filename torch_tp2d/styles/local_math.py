@@ -25,6 +25,7 @@ from ..mesh.grid import Grid
 from ..mesh.handed import Handed, hand_out
 from ..runtime.context import Context
 from ..runtime.reductions import backward_of, summed
+from ..runtime.versions import guard_in_backward
 from .dtensors import local_shards
 from .module_kinds import is_conv1d
 
@@ -57,7 +58,7 @@ def run_locally(
         for axis, shared in zip((grid.row, grid.col), shares, strict=True)
     )
     on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
-    shards = local_shards(*on_mesh, guarded=True)
+    shards = local_shards(*on_mesh)
     split = [isinstance(param.placements[1], Shard) for param in on_mesh]
     on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
     on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
@@ -79,6 +80,9 @@ def run_locally(
         for owner, name in params:
             del owner.__dict__[name]
     _put_in_place_in_backward(params, local, y, grid.context)
+    for output in tree_leaves(y):
+        if isinstance(output, Tensor):
+            guard_in_backward(output, on_mesh)
     return y
 
 

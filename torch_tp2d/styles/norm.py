@@ -13,6 +13,7 @@ from ..mesh.grid import Grid
 from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
 from ..ops.norm import norm2d
 from ..runtime.prefetch import Prepared, prepare_parameters
+from ..runtime.versions import guard_in_backward
 from .base import FEATURES, GridStyle, LayoutLike, Resolved, Runner, check_dims
 from .boundary import Entry, Exit, dims_needed
 from .dtensors import local_shards
@@ -136,9 +137,7 @@ class _NormRunner(Runner):
     def prepare(self, module: nn.Module) -> Prepared:
         """The parameters' local shards, as the norm takes them."""
         return Prepared(
-            *local_shards(
-                *(getattr(module, name, None) for name in ("weight", "bias")), guarded=True
-            )
+            *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
         )
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
@@ -160,4 +159,6 @@ class _NormRunner(Runner):
             token_axis=self.token_axis,
             context=self.grid.context,
         )
+        if x.requires_grad:
+            guard_in_backward(y, [getattr(module, "weight", None)])
         return self.exit.output(y, sizes)

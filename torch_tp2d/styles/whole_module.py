@@ -16,6 +16,7 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, normalize
 from ..runtime.prefetch import Prepared, prepare_parameters
+from ..runtime.versions import guard_in_backward
 from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved, Runner, first_tensor
 from .beside import WrittenInto, beside
 from .boundary import check_handed
@@ -158,7 +159,7 @@ class WholeRunner(Runner):
                 f"features are split: use torch_tp2d.Norm2D for a norm of split features"
             )
         if self._takes_tokens(x, layout):
-            y = self._locally(module, shard_of(x, self.grid), layout)
+            y = self._locally(module, shard_of(x, self.grid, kept=True), layout)
             y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
         elif runs_alone(module):
             y = run_on_samples(module, forward, args, kwargs, given, x, self.grid)
@@ -323,12 +324,13 @@ class WholeRunner(Runner):
         ]
         ready = prepare_parameters(module, self.prepare, self.grid.context)
         params = sum_grads((ready.weight, ready.bias), axes, self.grid.context)
-        return self.locally(module, x, *params)
+        y = self.locally(module, x, *params)
+        if x.requires_grad:
+            guard_in_backward(y, [getattr(module, "weight", None)])
+        return y
 
     def prepare(self, module: nn.Module) -> Prepared:
         """The parameters' local shards, as the module's math takes them."""
         return Prepared(
-            *local_shards(
-                *(getattr(module, name, None) for name in ("weight", "bias")), guarded=True
-            )
+            *local_shards(*(getattr(module, name, None) for name in ("weight", "bias")))
         )

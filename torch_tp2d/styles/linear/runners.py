@@ -236,7 +236,8 @@ class StationaryRunner(_OpRunner):
         sizes = self.grid.sizes_of(x)
         x = self.entry.shard(x, module)
         weight, bias = local_shards(module.weight, module.bias)
-        y = linear2d(x, weight, bias, Call(self.op))
+        guard = None if in_graph() else VersionGuard(module.weight)
+        y = linear2d(x, weight, bias, Call(self.op, param=guard))
         y = self.exit.output(y, sizes)
         if self.parts:
             # The weight must not move, so the features of the output are exchanged instead.
