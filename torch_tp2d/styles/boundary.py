@@ -25,7 +25,7 @@ from ..runtime.reductions import of_pass
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .dtensors import shard_of, to_dtensor
-from .module_kinds import describe_module
+from .module_kinds import describe_module, needs_input
 from .provenance import check_made_of, parts_asked
 from .twins import twin_of
 
@@ -158,7 +158,8 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
             placements = grid.placements((on_row, on_col))
             moves = zip((grid.row, grid.col), declared, normalize(wanted, x.ndim), strict=True)
             kept = all(axis.size == 1 or have == want for axis, have, want in moves)
-            x = shard_of(x, grid, grad_placements=placements, kept=kept)
+            needed = needs_input(module)
+            x = shard_of(x, grid, grad_placements=placements, needed=needed, kept=kept)
         else:
             x = x.to_local()
     else:

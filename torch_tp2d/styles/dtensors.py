@@ -129,12 +129,14 @@ def shard_of(
     grid: Grid,
     *,
     grad_placements: Sequence[Placement] | None = None,
+    needed: bool = True,
     kept: bool = False,
 ) -> Tensor:
     """``x.to_local(grad_placements=grad_placements)`` of a DTensor on the grid's mesh.
 
     Args:
-        kept: what takes the shard keeps it for backward, not what is gathered of it.
+        needed: the backward of what takes the shard needs its values, or those gathered of it.
+        kept: it keeps the shard itself.
 
     Raises:
         RuntimeError: if ``x`` was written into since it was taken before, in the same forward. Of a
@@ -143,7 +145,9 @@ def shard_of(
     if in_graph() or not (torch.is_grad_enabled() and x.requires_grad):
         return x.to_local(grad_placements=grad_placements)
     now, taken = versions(x), grid.context.taken
-    if taken.setdefault(x, now) != now:
+    if needed:
+        taken.setdefault(x, now)
+    if taken.get(x, now) != now:
         raise RuntimeError(
             f"a DTensor of shape {tuple(x.shape)} on mesh {describe_mesh(grid.mesh)} has been "
             f"modified by an inplace operation since a module of the plan took it, whose backward "
@@ -153,7 +157,7 @@ def shard_of(
     if not local.is_contiguous() or spec.mesh != grid.mesh:
         return x.to_local(grad_placements=grad_placements)
     placements = reduced(spec.placements) if grad_placements is None else tuple(grad_placements)
-    return _ToLocal.apply(x, grid.spec(placements, spec.shape, x.dtype), kept)
+    return _ToLocal.apply(x, grid.spec(placements, spec.shape, x.dtype), needed and kept)
 
 
 def to_dtensor(

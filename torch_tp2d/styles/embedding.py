@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
+from .._torch_compat import parameters_of
 from .._tracing import eager_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, Layout, as_layout, is_pair, normalize
@@ -286,7 +287,7 @@ class PatchRunner(Runner):
             bias = grid.redistribute(bias, summed, summed, partial_grad=(True, False))
         y = F.linear(patches(x, *module.kernel_size), weight.flatten(1), bias).permute(0, 3, 1, 2)
         if x.requires_grad:
-            guard_in_backward(y, [module.weight])
+            guard_in_backward(y, [parameters_of(module).get("weight")])
         shape = (batch, self.weight_shape[0], *y.shape[2:])
         y = grid.redistribute(y, (Shard(0), Shard(1)), self.wanted_out, shape=shape)
         if not self.use_local_output:

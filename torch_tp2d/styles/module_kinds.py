@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import parameters_of
+
 __all__ = [
     "HEADS",
     "HEAD_SIZES",
@@ -23,6 +25,7 @@ __all__ = [
     "is_embedding",
     "is_linear",
     "is_patch_embedding",
+    "needs_input",
     "norm_of",
     "projects",
 ]
@@ -100,6 +103,15 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
 """The usual names of the attributes by which attention modules describe their heads."""
+
+
+def needs_input(module: nn.Module) -> bool:
+    """Whether the backward of a norm or a Linear, or Conv1D, needs the values of its input.
+
+    That of a Linear whose weight does not learn needs none.
+    """
+    weight = parameters_of(module).get("weight")
+    return weight is None or weight.ndim != 2 or weight.requires_grad
 
 
 def head_counts(module: nn.Module) -> tuple[int | None, int | None]:

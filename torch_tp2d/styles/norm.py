@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
+from .._torch_compat import parameters_of
 from ..mesh.grid import Grid
 from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
 from ..ops.norm import norm2d
@@ -160,5 +161,6 @@ class _NormRunner(Runner):
             context=self.grid.context,
         )
         if x.requires_grad:
-            guard_in_backward(y, [getattr(module, "weight", None)])
+            # What is parametrized torch guards itself, and it would be computed again.
+            guard_in_backward(y, map(parameters_of(module).get, ("weight", "bias")))
         return self.exit.output(y, sizes)

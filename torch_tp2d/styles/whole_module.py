@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import tree_leaves, tree_map_only
+from .._torch_compat import parameters_of, tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, normalize
@@ -31,7 +31,7 @@ from .local_math import (
     sum_grads,
 )
 from .masks import Masks
-from .module_kinds import describe_module, is_conv1d, is_linear
+from .module_kinds import describe_module, is_conv1d, is_linear, needs_input
 from .own_dropout import OwnDropout
 from .provenance import parts_asked
 from .surroundings import UNKNOWN, Surroundings
@@ -159,7 +159,8 @@ class WholeRunner(Runner):
                 f"features are split: use torch_tp2d.Norm2D for a norm of split features"
             )
         if self._takes_tokens(x, layout):
-            y = self._locally(module, shard_of(x, self.grid, kept=True), layout)
+            shard = shard_of(x, self.grid, needed=needs_input(module), kept=True)
+            y = self._locally(module, shard, layout)
             y = to_dtensor(y, layout, self.grid, (*x.shape[:-1], y.shape[-1]))
         elif runs_alone(module):
             y = run_on_samples(module, forward, args, kwargs, given, x, self.grid)
@@ -326,7 +327,11 @@ class WholeRunner(Runner):
         params = sum_grads((ready.weight, ready.bias), axes, self.grid.context)
         y = self.locally(module, x, *params)
         if x.requires_grad:
-            guard_in_backward(y, [getattr(module, "weight", None)])
+            # Torch's backward of a norm asks for its bias, too.
+            # What is parametrized torch guards itself, and it would be computed again.
+            weight, bias = map(parameters_of(module).get, ("weight", "bias"))
+            of_linear = weight is not None and weight.ndim == 2
+            guard_in_backward(y, [weight] if of_linear else [weight, bias])
         return y
 
     def prepare(self, module: nn.Module) -> Prepared:

@@ -235,8 +235,9 @@ class StationaryRunner(_OpRunner):
         check_dims(module, x, dims_needed(self.entry, self.exit), FEATURES)
         sizes = self.grid.sizes_of(x)
         x = self.entry.shard(x, module)
-        weight, bias = local_shards(module.weight, module.bias)
-        guard = None if in_graph() else VersionGuard(module.weight)
+        own = module.weight
+        weight, bias = local_shards(own, module.bias)
+        guard = None if in_graph() else VersionGuard(own)
         y = linear2d(x, weight, bias, Call(self.op, param=guard))
         y = self.exit.output(y, sizes)
         if self.parts:
