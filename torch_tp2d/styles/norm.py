@@ -161,6 +161,6 @@ class _NormRunner(Runner):
             context=self.grid.context,
         )
         if x.requires_grad:
-            # What is parametrized torch guards itself, and it would be computed again.
+            # What is parametrized is not read, which would compute it again.
             guard_in_backward(y, map(parameters_of(module).get, ("weight", "bias")))
         return self.exit.output(y, sizes)

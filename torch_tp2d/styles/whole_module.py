@@ -327,8 +327,8 @@ class WholeRunner(Runner):
         params = sum_grads((ready.weight, ready.bias), axes, self.grid.context)
         y = self.locally(module, x, *params)
         if x.requires_grad:
-            # Torch's backward of a norm asks for its bias, too.
-            # What is parametrized torch guards itself, and it would be computed again.
+            # As for torch, the bias counts for a norm only. What is parametrized is not read, which
+            # would compute it again: the computed tensor is nobody's to change.
             weight, bias = map(parameters_of(module).get, ("weight", "bias"))
             of_linear = weight is not None and weight.ndim == 2
             guard_in_backward(y, [weight] if of_linear else [weight, bias])
