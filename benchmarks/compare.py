@@ -197,6 +197,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": pages,
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "congestion_control": netlab.CONGESTION_CONTROL,
     }
 
 
