@@ -430,6 +430,12 @@ def test_heads_may_be_gathered() -> None:
         (lambda: Lifted(ColwiseParallel(), row_dim=2), ValueError, ("row_dim", "0 or 1")),
         (lambda: Lifted(SequenceParallel(), row_dim=2), ValueError, ("row_dim", "0 or 1")),
         (lambda: Colwise2D(input_layouts="Shard(0)"), TypeError, ("Placement", "Shard(0)")),
+        # Not that a style is not iterable, of one that is called as a placement is.
+        (
+            lambda: Colwise2D(input_layouts=torch_tp2d.Replicate()),
+            TypeError,
+            ("Placements of torch.distributed.tensor", "Replicate"),
+        ),
         (
             lambda: Colwise2D(output_layouts=(Shard(0), Shard(1), Shard(2))),
             TypeError,

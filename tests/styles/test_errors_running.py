@@ -83,6 +83,24 @@ def test_a_frozen_matrix_may_be_left_out() -> None:
         model(torch.zeros(2, 4, dtype=torch.long))
 
 
+def test_a_frozen_matrix_that_was_left_out_may_not_be_unfrozen() -> None:
+    """It was looked for in the first forward alone, and then learned of each rank's own tokens."""
+
+    def make() -> Callable[[], Any]:
+        model = SmallModel()
+        model.layers.requires_grad_(False)
+        plan = {"embed": Rowwise2D(), "head": Colwise2D(output_layouts=Shard(1))}
+        parallelize_module(model, mesh_of(2, 2), plan)
+        ids = torch.zeros(2, 4, dtype=torch.long)
+        model(ids)
+        model.layers.requires_grad_(True)
+        with torch.no_grad():
+            model(ids)
+        return lambda: model(ids)
+
+    refused((2, 2), ValueError, ("no plan entry names", "layers.0.", "torch_tp2d.Replicate"), make)
+
+
 @pytest.mark.parametrize(
     "style", [Colwise2D, Rowwise2D, Block2DParallel, Norm2D, torch_tp2d.Replicate]
 )

@@ -421,3 +421,24 @@ def test_a_prepared_input_whose_gradient_is_asked_for_late(ranks: int, how: str)
     """A hook that was set, or ``retain_grad()`` called, between two projections was given the
     second's gradient alone, in silence: the first had taken a twin in the input's place."""
     world.run(ranks, _on_grids, ranks, _asked_late, how)
+
+
+def _put_in_later(mesh: Any) -> float:
+    one, several = _pair(mesh)
+    worst = _steps(one, several, 1)
+    for model in (one, several):
+        torch.manual_seed(7)
+        model.norm = nn.LayerNorm(HIDDEN).double()
+        nn.init.normal_(model.norm.weight)
+    with pytest.raises(ValueError, match=r"no plan entry names .*norm\.weight \(8,\)"):
+        _loss(several, 1)
+    with torch.no_grad():
+        _loss(several, 1)
+    parallelize_module(several.norm, mesh, SequenceParallel())
+    return max(worst, _steps(one, several))
+
+
+def test_a_module_that_is_put_in_after_the_plan() -> None:
+    """Its gradients were those of each rank's own tokens, without an error: only the first forward
+    looked for parameters that the plan has not placed."""
+    world.run(4, _on_grids, 4, _put_in_later)

@@ -35,6 +35,7 @@ from .._tracing import eager_only
 from ..mesh.grid import Grid, check_mesh, describe_mesh
 from ..mesh.layouts import Layout
 from ..parallelize.check import check_heads
+from ..parallelize.dense import DenseParameters
 from ..parallelize.first_forward import FirstForward
 from ..parallelize.local_sizes import LocalSizes
 from ..parallelize.plan import checked_entries, parallelize_module
@@ -391,6 +392,7 @@ class _FirstCall:
                         f"module in the tp_plan too"
                     )
             FirstForward(mesh, [], [])(model, args)
+            DenseParameters.watch(model, mesh)
         for _, module in found:
             del cls.waiting[module]
         if not cls.waiting and cls.handle is not None:

@@ -22,7 +22,7 @@ that trailing shards may be shorter or empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +130,13 @@ def as_layout(
         return default
     if isinstance(value, Placement):
         return row, value
-    pair = tuple(value)
+    pair = tuple(value) if isinstance(value, Iterable) else ()
     if len(pair) == 1 and isinstance(pair[0], Placement):
         return row, pair[0]
     if len(pair) != 2 or not all(isinstance(p, Placement) for p in pair):
         raise TypeError(
             f"a layout is one Placement (on {TP_COL}) or a pair ({TP_ROW}, {TP_COL}) of "
-            f"Placements, but got {value!r}"
+            f"Placements of torch.distributed.tensor, but got {value!r}"
         )
     return pair
 

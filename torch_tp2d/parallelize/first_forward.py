@@ -14,6 +14,7 @@ from ..mesh.grid import describe_mesh
 from ..styles.base import refuse_transforms
 from ..styles.empty_shards import refuse_empty
 from .check import _MEND, _data_parallel
+from .dense import refuse_dense
 
 
 def remove_hooks(module: nn.Module, *own: Any) -> None:
@@ -60,18 +61,7 @@ class FirstForward:
         refuse_transforms(module)
         self._check_placed(module)
         self._check_empty(module)
-        plain = [
-            f"{name} {tuple(param.shape)}"
-            for name, param in module.named_parameters()
-            if param.requires_grad and not isinstance(param, DTensor)
-        ]
-        if plain:
-            raise ValueError(
-                f"{type(module).__name__} on mesh {describe_mesh(self.mesh)}: no plan entry names "
-                f"the modules of {plain[:5]}{'...' if len(plain) > 5 else ''}, so they would be "
-                f"dense on every rank and their gradients wrong: name each with a style, "
-                f"torch_tp2d.Replicate() if it is to be whole on every rank, or freeze it"
-            )
+        refuse_dense(module, self.mesh)
         for group in self.ties:
             params = [parameters_of(owner)[attribute] for _, owner, attribute in group]
             if any(param is not params[0] for param in params):

@@ -22,6 +22,7 @@ from ..styles.whole_module import WholeRunner
 from .agree import on_all_ranks
 from .around import with_surroundings
 from .check import check_entries, check_source, check_wrappers, facts_of
+from .dense import DenseParameters
 from .first_forward import FirstForward
 from .fused import check_fused
 from .local_sizes import LocalSizes
@@ -92,6 +93,7 @@ def parallelize_module(
         entry.style._apply(entry.module, mesh)
     tie_again(ties)
     FirstForward.watch(module, mesh, ties)
+    DenseParameters.watch(module, mesh)
     WrittenBuffers.watch(module, mesh)
     LocalSizes.watch(module, mesh)
     Forward(context_of(mesh)).watch(module)
