@@ -81,6 +81,8 @@ def test_fsdp2_gathers_ahead_but_not_on_gloo() -> None:
 def test_a_product_reads_while_it_multiplies_and_sockets_take_the_processor() -> None:
     slow = Machine(flops=1.0, memory_rate=1.0, link=1.0, host_rate=0.5)
     assert _seconds([Compute(3, 2), Compute(2, 3)], slow) == 3 + 3
+    # A CPU does so with what is in its caches, which is a part of the rate of products.
+    assert _seconds([Compute(3, 2)], replace(slow, transport="gloo")) == 3 + 2
     # Two bytes take four seconds of the processor, and have come by then.
     travels, works = Start("row", "all_reduce", 2), Compute(3, 0)
     assert _seconds([travels, works, Wait(0)], slow) == 4 + 3
@@ -105,12 +107,28 @@ def test_links_are_slower_beside_work_where_ranks_share_processors() -> None:
     assert _seconds([long, Wait(0), Compute(4, 0)], machine) == 4 + 4
 
 
-def test_ranks_wake_up_once_for_what_is_queued_on_gloo() -> None:
-    travels = Start("row", "all_reduce", 2)
-    events = [travels, travels, Wait(0), Wait(1)]
-    machine = Machine(flops=1.0, memory_rate=1e30, link=1.0, latency=0.5)
-    assert _seconds(events, machine) == 2 * 2.5
-    assert _seconds(events, replace(machine, transport="gloo")) == 2.5 + 2
+def test_gloo_sends_while_ranks_wake_up() -> None:
+    """A gather of one byte takes 4 ms on 4 ranks that share two processors, and one of 64 KB each
+    at 200 Mbit/s only the 8 ms of its bytes. The two were added up: steps of few tokens, whose
+    transfers are small, were predicted to take up to half as long again as they took.
+    """
+    large, small = (Start("row", "all_reduce", size) for size in (8, 2))
+    machine = Machine(flops=1.0, memory_rate=1e30, link=1.0, latency=4.0)
+    gloo = replace(machine, transport="gloo")
+    assert _seconds([large, Wait(0)], machine) == 4 + 8
+    assert _seconds([large, Wait(0)], gloo) == 8
+    assert _seconds([small, Wait(0)], gloo) == 4
+    # Ranks wake up once for what is queued.
+    assert _seconds([large, small, Wait(0), Wait(1)], gloo) == 8 + 2
+    assert _seconds([small, small, Wait(0), Wait(1)], gloo) == 4 + 2
+
+
+def test_starting_a_transfer_holds_up_the_work() -> None:
+    """A plan of many transfers that all hide was predicted to take no longer than one of few."""
+    works, travels = Compute(3, 0), Start("row", "all_reduce", 1)
+    machine = Machine(flops=1.0, memory_rate=1e30, link=1e3, host_seconds=0.5, transport="gloo")
+    step = simulate([works, travels, travels, works, Wait(1), Wait(2)], machine, {"row": 2})
+    assert step.seconds == step.compute == 3 + 0.5 + 0.5 + 3
 
 
 def test_a_question_about_a_device_is_no_work() -> None:
@@ -148,6 +166,7 @@ def test_ranks_measure_one_machine() -> None:
     """Each had its own figures, by which two could have suggested two plans."""
     first, second = world.run(2, _calibrated)
     assert first == second and 0 < first.latency < 1 and first.transport == "gloo"
+    assert 0 < first.host_seconds < 1
     assert first.link > 1e5 and 1e5 < first.host_rate < 1e12
 
 

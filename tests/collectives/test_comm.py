@@ -68,6 +68,8 @@ def test_an_exchange_is_split_by_what_comes_in_at_once(ranks: int, pieces: int) 
     assert axis.pieces(2**15, torch.float32) == 1
     assert axis.pieces(2**15, torch.float32, exchanged=True) == pieces
     assert len(axis.rounds([2**10] * ranks, 2**5, torch.float32)) == pieces
+    comm.set_link_rate(125e6, axis)
+    assert axis.pieces(2**15, torch.float32, exchanged=True) == -(-pieces // 2)
     # In a compiled graph shards are gathered, each rank from one neighbour.
     assert len(axis.rounds([2**10] * ranks, 2**5, torch.float32, exchanged=False)) == 1
 

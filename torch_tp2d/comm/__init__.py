@@ -6,6 +6,7 @@ and return it as a :class:`Pending`, :mod:`~torch_tp2d.comm.moves` the different
 """
 
 from .axis import (
+    FAST,
     FAST_PIECE_BYTES,
     ROUND_SECONDS,
     Axis,
@@ -32,6 +33,7 @@ from .transfers import (
 from .transport import GLOO, NCCL, Transport, transport_of
 
 __all__ = [
+    "FAST",
     "FAST_PIECE_BYTES",
     "GLOO",
     "NCCL",

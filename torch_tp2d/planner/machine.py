@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..comm import GLOO, NCCL, Axis, all_gather, all_reduce
-from .rates import Rates, host_rate_of, latency_of, link_rate
+from ..comm import GLOO, NCCL, Axis, all_reduce
+from .rates import Rates, gathering, in_one_piece, latency_of, link_rate
 
 __all__ = [
     "DEVICES",
@@ -43,8 +43,9 @@ PROBE_SECONDS = 0.3
 GATHERED_BYTES, MOST_GATHERS = 512 * 1024, 64
 """Of a rank, and how many are under way at once at most: on a fast link they are memory."""
 LEAST_BESIDE_WORK = 0.1
-GLOO_SUPPOSED = "gloo", 0.3e-3, math.inf
-"""Transport, latency and host rate if there are no ranks to measure them on."""
+STARTS = 10
+GLOO_SUPPOSED = "gloo", 0.3e-3
+"""Transport and latency if there are no ranks to measure it on."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,11 @@ class Machine:
         link: bytes received per second.
         op_seconds: seconds that calling an operator takes, beside its work on a CPU; a GPU works
             meanwhile, at what it was asked for before.
-        latency: seconds that a transfer takes beside sending its bytes.
+        latency: seconds that a transfer takes beside sending its bytes on NCCL; the least that it
+            takes on gloo, where what wakes the threads runs while the kernel sends.
+        host_seconds: seconds that starting a transfer and taking its result hold up what computes.
         host_rate: bytes received per second of the time that receiving takes from the processor
-            that computes, as gloo's sockets do.
+            that computes, as gloo's threads do.
         beside_work: the fraction of its rates that a link reaches while ranks compute: less than 1
             where more ranks than processors send and compute at once.
         near: bytes received per second from ranks of the same node; needed if these are several.
@@ -108,6 +111,7 @@ class Machine:
     link: float
     op_seconds: float = 0.0
     latency: float = 0.0
+    host_seconds: float = 0.0
     host_rate: float = math.inf
     beside_work: float = 1.0
     near: float = math.inf
@@ -270,12 +274,12 @@ def calibrate(link: float | None = None) -> Machine:
         matrix = torch.rand(side, side, device=device, dtype=dtype)
         count, size = (GPU_BLOCKS, GPU_BLOCK_BYTES) if on_gpu else (BLOCKS, BLOCK_BYTES)
         blocks = [torch.zeros(size // 4, device=device) for _ in range(count)]
-        copies = blocks.copy()
         small = torch.zeros(8, device=device)
 
         def copy_all() -> None:
-            for at, block in enumerate(blocks):
-                copies[at] = block + 1
+            # Kept and then freed together, as in a step: what is used again at once is faster.
+            made = [block + 1 for block in blocks]
+            made.clear()
 
         def mean(values: Sequence[float]) -> list[float]:
             if mesh is None:
@@ -293,22 +297,25 @@ def calibrate(link: float | None = None) -> Machine:
             mean([0.0])  # All ranks begin together.
             taken.append(_seconds(run, device))
         product, copy, call, shared = mean([each.wall for each in taken] + [taken[0].shared])
-    transport, latency, host_rate = ("nccl", 15e-6, math.inf) if on_gpu else GLOO_SUPPOSED
-    beside_work = 1.0
+    transport, latency = ("nccl", 15e-6) if on_gpu else GLOO_SUPPOSED
+    host_seconds, host_rate, beside_work = 0.0, math.inf, 1.0
     if link is None:
         assert mesh is not None
         axis = Axis.of(mesh, 0)
         link = link_rate(axis, device)
         latency = latency_of(axis, device)
         if not on_gpu:
-            host_rate = host_rate_of(axis) / shared
-            (beside_work,) = mean([_beside_work(axis, link, matrix)])
+            host_seconds, host_rate, beside_work = mean(
+                [_seconds_to_start(axis, matrix) * shared, *_beside_work(axis, link, matrix)]
+            )
+            host_rate /= shared
     return Machine(
         flops=2 * side**3 / product,
         memory_rate=2 * count * size / copy,
         link=link,
         op_seconds=call / CALLS,
         latency=latency,
+        host_seconds=host_seconds,
         host_rate=host_rate,
         beside_work=beside_work,
         transport=transport,
@@ -342,13 +349,38 @@ def _seconds(run: Callable[[], object], device: torch.device) -> _Taken:
     return _Taken((time.perf_counter() - began) / count, (time.process_time() - own) / count)
 
 
-def _beside_work(axis: Axis, link: float, matrix: Tensor) -> float:
-    """The fraction of a link's rate that gathers reach while this rank computes."""
-    mine = torch.zeros(GATHERED_BYTES, dtype=torch.uint8, device="cpu")
+def _seconds_to_start(axis: Axis, matrix: Tensor) -> float:
+    """Processor time that this thread takes to start a gather and to take its result.
+
+    Between products, as in a step, which leave nothing of the code that does it in the caches.
+    """
+    taken, started = 0.0, []
+    for _ in range(STARTS):
+        matrix @ matrix
+        began = time.thread_time()
+        started.append(gathering(axis, "cpu", 1))
+        taken += time.thread_time() - began
+    for each in started:
+        matrix @ matrix
+        began = time.thread_time()
+        each.wait()
+        taken += time.thread_time() - began
+    return taken / STARTS
+
+
+def _beside_work(axis: Axis, link: float, matrix: Tensor) -> tuple[float, float]:
+    """How gathers fare while this rank computes.
+
+    Returns:
+        Bytes received per second of the time that other threads take from the processor, and the
+        fraction of the link's rate that is reached.
+    """
+    axis = in_one_piece(axis)
     alone = (axis.size - 1) * GATHERED_BYTES / link
     count = min(MOST_GATHERS, math.ceil(PROBE_SECONDS / alone))
-    began = time.perf_counter()
-    moving = [all_gather(mine, 0, (len(mine),) * axis.size, axis) for _ in range(count)]
+    gathering(axis, "cpu", GATHERED_BYTES).wait()
+    began, others = time.perf_counter(), _seconds_of_other_threads()
+    moving = [gathering(axis, "cpu", GATHERED_BYTES) for _ in range(count)]
     while time.perf_counter() - began < count * alone:
         matrix @ matrix
     idle = time.perf_counter()
@@ -356,4 +388,10 @@ def _beside_work(axis: Axis, link: float, matrix: Tensor) -> float:
         each.wait()
     # What is left by then is sent at the full rate.
     left = time.perf_counter() - idle
-    return min(1.0, max(LEAST_BESIDE_WORK, 1 - left / (idle - began)))
+    reached = min(1.0, max(LEAST_BESIDE_WORK, 1 - left / (idle - began)))
+    received = count * (axis.size - 1) * GATHERED_BYTES
+    return received / (_seconds_of_other_threads() - others), reached
+
+
+def _seconds_of_other_threads() -> float:
+    return time.process_time() - time.thread_time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import root_mesh
-from ..comm import Axis, all_gather, all_reduce, set_link_rate
+from ..comm import FAST, Axis, Pending, all_gather, all_reduce, set_link_rate
 from ..comm.groups import sends
 
 __all__ = ["Rates", "assume", "assumed", "known", "link_rate", "measured", "suppose"]
@@ -20,6 +21,8 @@ __all__ = ["Rates", "assume", "assumed", "known", "link_rate", "measured", "supp
 SMALL_TRANSFERS = 20
 PROBE_BYTES = 512 * 1024
 """How many bytes each rank sends to measure a link: 42 ms at 100 Mbit/s."""
+LARGE_BYTES, LARGE_TRANSFERS = 4 * 2**20, 5
+"""The same for links that are fast, and how often."""
 PROBE_SIDE = 384
 """Side of the square matrices that are multiplied to measure a rank: 0.1 GFLOP."""
 
@@ -107,11 +110,20 @@ def _measure(row: Axis, col: Axis) -> Rates:
 
 
 def link_rate(axis: Axis, device: torch.device) -> float:
-    """Bytes per second that the slowest rank of an axis receives; all its ranks call it."""
-    mine = _seconds(partial(_gather, axis, device))
-    slowest = torch.tensor([mine], dtype=torch.float64, device=device)
-    seconds = all_reduce(slowest, axis, "max").wait().item()
-    return PROBE_BYTES * (axis.size - 1) / seconds
+    """Bytes per second that the slowest rank of an axis receives; all its ranks call it.
+
+    A fast link is measured again by larger transfers, each in one piece, as FSDP2's are.
+    """
+    rate = _rate(axis, device, PROBE_BYTES, 2)
+    if rate >= FAST:
+        rate = max(rate, _rate(in_one_piece(axis), device, LARGE_BYTES, LARGE_TRANSFERS))
+    return rate
+
+
+def _rate(axis: Axis, device: torch.device, size: int, runs: int) -> float:
+    seconds = _seconds(partial(_gather, axis, device, size), runs)
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    return size * (axis.size - 1) / all_reduce(slowest, axis, "max").wait().item()
 
 
 def latency_of(axis: Axis, device: torch.device) -> float:
@@ -123,29 +135,28 @@ def latency_of(axis: Axis, device: torch.device) -> float:
     return all_reduce(torch.tensor([seconds], device=device), axis, "max").wait().item()
 
 
-def host_rate_of(axis: Axis) -> float:
-    """Bytes received per second of a process's own processor time, the least of all ranks."""
-    _gather(axis)
-    start = time.process_time()
-    for _ in range(3):
-        _gather(axis)
-    taken = torch.tensor([time.process_time() - start], dtype=torch.float64, device="cpu")
-    seconds = all_reduce(taken, axis, "max").wait().item()
-    return 3 * PROBE_BYTES * (axis.size - 1) / seconds
+def in_one_piece(axis: Axis) -> Axis:
+    """The axis with a transport that does not split transfers."""
+    return replace(axis, transport=replace(axis.transport, cuts=False))
 
 
 def _gather(axis: Axis, device: torch.device | str = "cpu", size: int = PROBE_BYTES) -> None:
-    sent = torch.zeros(size, dtype=torch.uint8, device=device)
-    all_gather(sent, 0, (size,) * axis.size, axis).wait()
-    if sent.is_cuda:
+    gathered = gathering(axis, device, size).wait()
+    if gathered.is_cuda:
         torch.cuda.synchronize()
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """The seconds of the faster of two runs, after one that connects the ranks."""
+def gathering(axis: Axis, device: torch.device | str, size: int) -> Pending:
+    """Start to gather so many bytes of each rank."""
+    sent = torch.zeros(size, dtype=torch.uint8, device=device)
+    return all_gather(sent, 0, (size,) * axis.size, axis)
+
+
+def _seconds(run: Callable[[], object], runs: int = 2) -> float:
+    """The seconds of the fastest of some runs, after one that connects the ranks."""
     run()
     taken = []
-    for _ in range(2):
+    for _ in range(runs):
         start = time.perf_counter()
         run()
         taken.append(time.perf_counter() - start)

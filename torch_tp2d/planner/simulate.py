@@ -77,15 +77,15 @@ def simulate(
     on_gloo = machine.transport == "gloo"
     for number, event in enumerate(events):
         if isinstance(event, Compute):
-            # Reading and writing overlap with multiplying, so the slower of the two counts.
-            work = max(event.flops / machine.flops, event.touched / machine.memory_rate)
+            products, others = event.flops / machine.flops, event.touched / machine.memory_rate
             calls = event.ops * machine.op_seconds
             if on_gloo:
-                work += calls
+                work = products + others + calls
             else:
-                # The host has asked for all of it by then.
+                # Reading and writing overlap with multiplying, and the host has asked for all of
+                # it by then.
                 host += calls
-                work = max(work, host - now)
+                work = max(products, others, host - now)
             work += receiving
             receiving = 0.0
             for known in (free, ends):
@@ -98,14 +98,18 @@ def simulate(
             link, rate = machine.rate(reach.get(event.axis, 1 << 62))
             twice = on_gloo and (stock or event.of_fsdp) and event.op.startswith("reduce_scatter")
             moved = event.bytes * (1 + twice)
-            taken = machine.latency + moved / rate
-            # On gloo it is the time that idle threads take to wake up, on every rank.
-            hidden = min(machine.latency, max(0.0, free[link] - now)) if on_gloo else 0.0
+            late = machine.latency
+            if on_gloo:
+                # It is the time that idle threads take to wake up, while the kernel sends.
+                late = max(0.0, late - moved / rate - max(0.0, free[link] - now))
+            taken = late + moved / rate
+            compute += machine.host_seconds
+            now += machine.host_seconds
             receiving += moved / machine.host_rate
             gathers = event.of_fsdp and event.op == "allgather_base"
             # On NCCL, FSDP2 begins to gather a unit when it asks for the unit before.
             began = asked if gathers and not on_gloo else now
-            end = max(began, free[link]) + taken - hidden
+            end = max(began, free[link]) + taken
             free[link] = ends[number] = end
             transfers += taken
             if gathers:
