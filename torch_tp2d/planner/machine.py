@@ -40,8 +40,8 @@ GPU_BLOCKS, GPU_BLOCK_BYTES = 4, 256 * 2**20
 """Each larger than a GPU's cache, and copied for longer than the host takes to ask for the next."""
 CALLS = 1000
 PROBE_SECONDS = 0.3
-GATHERED_BYTES, MOST_GATHERS = 512 * 1024, 64
-"""Of a rank, and how many are under way at once at most: on a fast link they are memory."""
+GATHERED_BYTES, MOST_GATHERS = 512 * 1024, 8
+"""Of a rank, and how many are under way at once at most: they are memory, as in a step."""
 LEAST_BESIDE_WORK = 0.1
 STARTS = 10
 GLOO_SUPPOSED = "gloo", 0.3e-3
@@ -244,8 +244,8 @@ def machine_of(
 def calibrate(link: float | None = None) -> Machine:
     """Measure this machine: products, memory and, if there is a process group, the link.
 
-    All ranks of the group have to call it together, since they may share processors. It takes about
-    two seconds and returns the ranks' mean rates on all of them.
+    All ranks of the group have to call it together, since they may share processors. It takes three
+    to six seconds and returns the ranks' mean rates on all of them.
 
     Args:
         link: the link's rate in bytes per second, instead of measuring it.
@@ -350,9 +350,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> _Taken:
 
 
 def _seconds_to_start(axis: Axis, matrix: Tensor) -> float:
-    """Processor time that this thread takes to start a gather and to take its result.
-
-    Between products, as in a step, which leave nothing of the code that does it in the caches.
+    """Processor time of starting a gather and taking its result, as if in a step: between products,
+    which leave nothing of the code that does it in the caches.
     """
     taken, started = 0.0, []
     for _ in range(STARTS):
@@ -378,19 +377,23 @@ def _beside_work(axis: Axis, link: float, matrix: Tensor) -> tuple[float, float]
     axis = in_one_piece(axis)
     alone = (axis.size - 1) * GATHERED_BYTES / link
     count = min(MOST_GATHERS, math.ceil(PROBE_SECONDS / alone))
-    gathering(axis, "cpu", GATHERED_BYTES).wait()
-    began, others = time.perf_counter(), _seconds_of_other_threads()
-    moving = [gathering(axis, "cpu", GATHERED_BYTES) for _ in range(count)]
-    while time.perf_counter() - began < count * alone:
-        matrix @ matrix
-    idle = time.perf_counter()
-    for each in moving:
-        each.wait()
-    # What is left by then is sent at the full rate.
-    left = time.perf_counter() - idle
-    reached = min(1.0, max(LEAST_BESIDE_WORK, 1 - left / (idle - began)))
-    received = count * (axis.size - 1) * GATHERED_BYTES
-    return received / (_seconds_of_other_threads() - others), reached
+    rounds = math.ceil(PROBE_SECONDS / (count * alone))
+    work = left = others = 0.0
+    for number in range(rounds + 1):
+        began, before = time.perf_counter(), _seconds_of_other_threads()
+        moving = [gathering(axis, "cpu", GATHERED_BYTES) for _ in range(count)]
+        while time.perf_counter() - began < count * alone:
+            matrix[: PROBE_SIDE // 8] @ matrix
+        idle = time.perf_counter()
+        for each in moving:
+            each.wait()
+        # What is left by then is sent at the full rate. The first round is not counted.
+        if number:
+            work += idle - began
+            left += time.perf_counter() - idle
+            others += _seconds_of_other_threads() - before
+    reached = min(1.0, max(LEAST_BESIDE_WORK, 1 - left / work))
+    return rounds * count * (axis.size - 1) * GATHERED_BYTES / others, reached
 
 
 def _seconds_of_other_threads() -> float:
