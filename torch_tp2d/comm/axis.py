@@ -47,7 +47,7 @@ FAST_PIECE_BYTES = 1024 * 1024
 :data:`FAST_INCOMING_BYTES`.
 
 With both at twice what they had been, a step took 0.97 to 0.99 times as long on sockets of which
-the processors are the limit, and 0.98 to 1.01 times at 1 Gbit/s, by TCP with CUBIC; at four times
+the processors are the limit, and 0.99 to 1.01 times at 1 Gbit/s, by TCP with CUBIC; at four times
 it took as long as at twice.
 """
 

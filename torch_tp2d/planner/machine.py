@@ -393,7 +393,7 @@ def _beside_work(axis: Axis, link: float, matrix: Tensor) -> tuple[float, float]
             left += time.perf_counter() - idle
             others += _seconds_of_other_threads() - before
     reached = min(1.0, max(LEAST_BESIDE_WORK, 1 - left / work))
-    return rounds * count * (axis.size - 1) * GATHERED_BYTES / others, reached
+    return rounds * count * (axis.size - 1) * GATHERED_BYTES / max(others, 1e-9), reached
 
 
 def _seconds_of_other_threads() -> float:
