@@ -27,8 +27,8 @@ def llama(**config: Any) -> Any:
     """Three query heads to a key head; neither number a multiple of 2."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
-    sizes |= {"vocab_size": VOCAB, "intermediate_size": 24, "num_hidden_layers": 2}
-    return in_fp64(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **config)))
+    sizes |= {"vocab_size": VOCAB, "intermediate_size": 24, "num_hidden_layers": 2} | config
+    return in_fp64(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
 
 
 def gpt2() -> Any:
@@ -60,8 +60,8 @@ def _ids(batch: int, length: int) -> Tensor:
 
 def _generate(model: Any, ids: Tensor, **how: Any) -> Tensor:
     torch.manual_seed(7)
-    options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0, **how}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **options, **how})
 
 
 def _generated(rows: int, columns: int) -> None:
@@ -84,6 +84,27 @@ def _generated(rows: int, columns: int) -> None:
 def test_generates_with_a_cache() -> None:
     """By the default plan too, whose split logits transformers failed on, deep inside."""
     world.run(4, _generated, 2, 2)
+
+
+def _padded(rows: int, columns: int) -> None:
+    def build() -> Any:
+        return llama(num_attention_heads=6)
+
+    ids = _ids(3, 5)
+    mask = (torch.arange(5) >= torch.tensor([[0], [2], [3]])).long()
+    how = {"attention_mask": mask, "do_sample": False}
+    wanted = _generate(build().eval(), ids, **how)
+    _, model, _ = on_grid(build, rows, columns)
+    assert torch.equal(_generate(model.eval(), ids, **how), wanted)
+
+
+@pytest.mark.deep
+def test_padded_prompts_where_key_heads_do_not_divide() -> None:
+    """transformers packs the queries of a group before it calls attention, by the whole model's.
+
+    The reshape failed, and the error spoke of a forward that does not call attention.
+    """
+    world.run(4, _padded, 2, 2)
 
 
 def _beams(rows: int, columns: int, cases: list[tuple[int, int]]) -> None:

@@ -118,6 +118,100 @@ def test_adapters_of_keys_that_every_column_holds(grid: tuple[int, int]) -> None
         assert not {k: v for k, v in seen.items() if not v < 1e-12}
 
 
+class Saved(nn.Module):
+    """A layer as it was and a copy that is trained in full, as peft has ``modules_to_save``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.original_module = layer
+        self.modules_to_save = nn.ModuleDict({"a": copy.deepcopy(layer)})
+        self.enabled = True
+
+    @property
+    def weight(self) -> Tensor:
+        return self.modules_to_save["a"].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules_to_save["a"](x) if self.enabled else self.original_module(x)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = Saved(nn.LayerNorm(8)), Saved(nn.Linear(8, 12))
+        self.down = Saved(nn.Linear(12, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)).sin())
+
+
+def _copies_rank(enabled: bool) -> dict[str, float]:
+    """By the copies, or by the layers as they were."""
+    mesh = grid_mesh(2, 2)
+    row, _ = mesh.get_coordinate()
+    torch.manual_seed(0)
+    reference = FeedForward().double()
+    for saved in (reference.norm, reference.up, reference.down):
+        nn.init.normal_(saved.original_module.weight)
+        saved.enabled = enabled
+        idle = saved.original_module if enabled else saved.modules_to_save
+        idle.requires_grad_(False)
+    model = copy.deepcopy(reference)
+    plan = {"norm": torch_tp2d.Replicate(), "up": Colwise2D(), "down": Rowwise2D()}
+    torch_tp2d.parallelize_module(model, mesh, plan)
+    return differences_of_row(model, reference, 2, row)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_copies_that_are_trained_in_full(enabled: bool) -> None:
+    """They were refused as parametrized layers: "its weight is no parameter"."""
+    for seen in world.run(4, _copies_rank, enabled):
+        assert not {k: v for k, v in seen.items() if not v < 1e-12}
+
+
+class Scaled(nn.Module):
+    """A Linear whose outputs a learned vector scales, laid out as peft's IA3 has it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.ia3_l = nn.ParameterDict({"a": nn.Parameter(torch.ones(layer.out_features, 1))})
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) * self.ia3_l["a"].flatten()
+
+
+class Looked(nn.Module):
+    """An Embedding with an adapter, whose two factors are no Linears."""
+
+    def __init__(self, layer: nn.Embedding) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
+        sizes = {"A": (3, layer.num_embeddings), "B": (layer.embedding_dim, 3)}
+        for name, size in sizes.items():
+            factor = nn.ParameterDict({"a": nn.Parameter(torch.ones(size))})
+            setattr(self, f"lora_embedding_{name}", factor)
+
+
+@pytest.mark.parametrize(
+    "adapted,style",
+    [
+        (lambda: Scaled(nn.Linear(8, 12)), Colwise2D()),
+        (lambda: Looked(nn.Embedding(9, 8)), Rowwise2D()),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(adapted: Any, style: Any) -> None:
+    """They were called parametrized, or torch raised "Boolean value of Tensor"."""
+    with fake_grid(2, 2) as mesh, pytest.raises(ValueError, match="of target_modules"):
+        torch_tp2d.parallelize_module(nn.Sequential(adapted()), mesh, {"0": style})
+
+
 def test_adapters_across_other_axes_are_refused() -> None:
     """They were laid out along ``tp_col``, whatever the base layer's axes."""
     with fake_grid(2, 2) as mesh, pytest.raises(ValueError, match="lora_A.* one by one"):

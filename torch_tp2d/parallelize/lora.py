@@ -3,7 +3,8 @@
 ``peft.get_peft_model`` puts a module in the place of ``q_proj`` that holds the old one as
 ``base_layer`` and, for each adapter, ``lora_dropout``, ``lora_A`` ``[r, in]`` and ``lora_B``
 ``[out, r]``, and computes ``base(x) + scaling * B(A(dropout(x)))``. A plan entry for ``q_proj``
-means all of them: see :func:`parts`.
+means all of them: see :func:`parts`. Of a module that is trained in full beside adapters
+(``modules_to_save``) it keeps the old one and has a copy for each adapter, one of which runs.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ __all__ = ["is_adapted", "parts"]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module carries adapters, recognized by the names of its children."""
+    """Whether a module carries adapters or copies, recognized by the names of its children."""
     children = dict(module.named_children())
-    return "base_layer" in children and isinstance(children.get("lora_A"), nn.ModuleDict)
+    return any(
+        layer in children and isinstance(children.get(beside), nn.ModuleDict)
+        for layer, beside in (("base_layer", "lora_A"), ("original_module", _COPIES))
+    )
 
 
 def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
     """The parts of a module with adapters, and what a style for it means for each.
 
-    The base layer gets the style. Products with the adapter's short dim ``r`` are small, so where
-    the base layer would move tokens of full width, the adapter moves tokens of width ``r``. By how
-    the features of the base layer's input and output are laid out along ``tp_col``:
+    Copies get the style, and so does the base layer. Products with the adapter's short dim ``r``
+    are small, so where the base layer would move tokens of full width, the adapter moves tokens of
+    width ``r``. By how the features of the base layer's input and output are laid out along
+    ``tp_col``:
 
     =========================  ==========================  =================================
     base's input, output       ``lora_A``                  ``lora_B``
@@ -56,6 +61,11 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
         ValueError: for adapters that are not a pair of Linears, and for a style that is not one of
             ``Colwise2D``, ``Rowwise2D``, ``Block2DParallel`` or their stock namesakes.
     """
+    if hasattr(module, _COPIES):
+        yield "original_module", module.original_module, style
+        for name, copy in getattr(module, _COPIES).items():
+            yield f"{_COPIES}.{name}", copy, style
+        return
     given = style.lifted if isinstance(style, Lifted) else style
     linears = [(kind, name) for kind in ("lora_A", "lora_B") for name in getattr(module, kind)]
     if (
@@ -72,7 +82,9 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
         type(getattr(module, kind)[name]).forward is nn.Linear.forward for kind, name in linears
     ]
     others = [
-        n for n, child in module.named_children() if n not in _KNOWN and any(child.parameters())
+        name
+        for name, child in module.named_children()
+        if name not in _KNOWN and list(child.parameters())
     ]
     if not linears or not all(plain) or others or any(getattr(module, "use_dora", {}).values()):
         raise ValueError(
@@ -115,6 +127,7 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
             yield f"lora_dropout.{name}", child, before
 
 
+_COPIES = "modules_to_save"
 _KNOWN = ("base_layer", "lora_A", "lora_B", "lora_dropout")
 
 

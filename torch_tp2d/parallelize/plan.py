@@ -50,7 +50,7 @@ def parallelize_module(
     does not name but that stand beside named ones. A module that holds only vectors (a norm) is
     replicated, as a stock plan leaves it, and dropout drops what one device would drop
     (:class:`Dropout2D`). An entry for a Linear with low-rank adapters of the ``peft`` library
-    covers the adapters too.
+    covers the adapters too, and one for a module in ``modules_to_save`` its copies.
 
     Args:
         module: the model, or a part of it.

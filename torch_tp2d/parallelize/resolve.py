@@ -69,8 +69,8 @@ def _resolve(root: nn.Module, key: str, style: Any) -> Iterator[Entry]:
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
         for part, module, part_style in parts:
-            # The wrapper hands on its base layer's output, so the base layer takes its place.
-            owner = parent if part == "base_layer" else child
+            # The wrapper hands on its base layer's or a copy's output, which so takes its place.
+            owner = child if part.startswith("lora_") else parent
             yield Entry(key, f"{name}.{part}", module, owner, part_style)
 
 

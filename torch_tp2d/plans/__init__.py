@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..mesh.grid import check_mesh
+from .adapters import inside_peft
 from .bert import bert_plan
 from .derived import DerivedPlan, derived_plan
 from .experts import WholeExperts
@@ -98,7 +99,8 @@ def plan_for(model: nn.Module, mesh: DeviceMesh, *, inputs: Any = None, **option
     """The built-in plan for a model on a grid, or one derived from the model's structure.
 
     Args:
-        model: on any device, not parallelized yet.
+        model: on any device, not parallelized yet. In a ``PeftModel`` the plan is that of the model
+            inside it, whose entries cover the adapters of their layers.
         mesh: named ``("tp_row", "tp_col")``, as for :func:`torch_tp2d.parallelize_module`.
         inputs: example inputs for a model without a built-in plan, see :func:`derived_plan`.
         options: those of the plan function, see :class:`Parts`.
@@ -113,6 +115,11 @@ def plan_for(model: nn.Module, mesh: DeviceMesh, *, inputs: Any = None, **option
             a built-in plan from whose structure none can be derived.
     """
     check_mesh(mesh)
+    adapted = inside_peft(model)
+    if adapted is not None:
+        where, inner = adapted
+        plan_inside = plan_for(inner, mesh, inputs=inputs, **options)
+        return {f"{where}.{key}".rstrip("."): style for key, style in plan_inside.items()}
     kind = getattr(getattr(model, "config", None), "model_type", None)
     plan = PLANS.get(kind) if isinstance(kind, str) else None
     if plan is None and is_tutorial_llama(model):

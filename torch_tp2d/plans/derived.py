@@ -25,6 +25,7 @@ from ..parallelize.resolve import features_of
 from ..styles.local import Local2D
 from ..styles.module_kinds import describe_module, embeds, is_conv1d, is_linear
 from ..styles.replicated import Replicate
+from .adapters import without_adapters
 from .attention_facts import AttentionFacts
 from .losses import LossFunction, causal_lm_loss
 from .methods import AsTransformers
@@ -78,7 +79,8 @@ def derived_plan(
         >>> parallelize_module(model, mesh["tp_row", "tp_col"], plan)
     """
     check_mesh(mesh)
-    plan = _Derivation(model, mesh, structure_of(model, inputs), options).plan()
+    with without_adapters(model):
+        plan = _Derivation(model, mesh, structure_of(model, inputs), options).plan()
     whole = [key for key, why in plan.reasons.items() if why.startswith("whole")]
     if whole:
         warnings.warn(

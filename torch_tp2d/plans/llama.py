@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .adapters import plain
 from .experts import experts_plan
 from .losses import LossFunction, causal_lm_loss
 from .methods import AsTransformers
@@ -88,7 +89,7 @@ def llama_plan(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Plan:
             plan[f"{where}.{out}"] = heads.o
         elif hasattr(module, "experts"):
             plan |= experts_plan(model, where, parts.row_dim)
-        elif any(isinstance(part, nn.Linear) for part in module.children()):
+        elif any(isinstance(plain(part), nn.Linear) for part in module.children()):
             plan |= _mlp(module, where, parts)
         elif _is_norm(module):
             plan[where] = parts.norm()
@@ -115,7 +116,8 @@ _BACK = frozenset(("down_proj", "w2", "c_proj", "fc2"))
 
 def _mlp(module: nn.Module, where: str, parts: Parts) -> Plan:
     """The entries of a feed-forward module, whose gate and up projections may be fused."""
-    linears = {n: part for n, part in module.named_children() if isinstance(part, nn.Linear)}
+    parts_inside = {name: plain(part) for name, part in module.named_children()}
+    linears = {name: part for name, part in parts_inside.items() if isinstance(part, nn.Linear)}
     back = next((name for name in linears if name in _BACK), None)
     if back is None:
         raise ValueError(

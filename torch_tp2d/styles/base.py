@@ -98,12 +98,20 @@ class GridStyle(ParallelStyle):
             if name not in parameters_of(owner) and isinstance(getattr(owner, name, None), Tensor):
                 held = sorted(n for n, _ in owner.named_parameters())
                 held += sorted(n for n, _ in owner.named_buffers(recurse=False))
+                why = (
+                    "as in a parametrized or weight-normed module: apply the plan first and "
+                    "parametrize afterwards, by operations that DTensor has (weight_norm's own "
+                    "is none of them), or make it a parameter again "
+                    "(torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+                if hasattr(owner, "base_layer"):
+                    why = (
+                        "and of peft's adapters only LoRA's pairs of Linears and modules_to_save "
+                        "are laid out: leave the layer out of target_modules"
+                    )
                 raise ValueError(
                     f"{describe_module(module)}: its {name} is no parameter but comes of {held}, "
-                    f"as in a parametrized or weight-normed module: apply the plan first and "
-                    f"parametrize afterwards, by operations that DTensor has (weight_norm's own "
-                    f"is none of them), or make it a parameter again "
-                    f"(torch.nn.utils.parametrize.remove_parametrizations)"
+                    f"{why}"
                 )
 
     def param_layouts(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:

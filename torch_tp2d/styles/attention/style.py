@@ -20,7 +20,8 @@ from .runner import AttentionRunner
 
 __all__ = ["Attention2D"]
 
-_GROUPS = ("num_key_value_groups", "n_rep")
+_PACKS = "num_key_value_groups"
+_GROUPS = (_PACKS, "n_rep")
 _WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim")
 
 
@@ -191,11 +192,15 @@ class Attention2D(GridStyle):
         elif heads is not None and heads.key == 1:
             names += _GROUPS
         values = {name: getattr(module, name, None) for name in names}
-        return {
+        divided = {
             name: value // columns
             for name, value in values.items()
             if type(value) is int and value % columns == 0
         }
+        if heads is not None and heads.whole_key and heads.key > 1 and hasattr(module, _PACKS):
+            # Each column has a part of a group, by which transformers reshapes a decoding query.
+            divided[_PACKS] = 1
+        return divided
 
     def config_values(self, module: nn.Module, axis: Axis) -> dict[str, int]:
         """This column's values of the head counts that the module's forward reads from a config."""
