@@ -161,9 +161,8 @@ class _LocalRunner(Runner):
 
     def __init__(self, style: Local2D, module: nn.Module, grid: Grid) -> None:
         self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
-        self.by = describe_module(module)
+        self.by, self.grid = describe_module(module), grid
         self.here = f"{self.by} on mesh {describe_mesh(grid.mesh)}"
-        self.grid = grid
         self.use_local_output = style.use_local_output
         self.declared, self.surroundings = style.input_layouts, style.surroundings
         self.certain = style.certain
