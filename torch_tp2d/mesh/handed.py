@@ -47,6 +47,8 @@ class Handed(NamedTuple):
     """
     by: str = ""
     """The module that handed it out, for messages."""
+    parameter: str = ""
+    """The parameter that it is, of a module that uses it as a local tensor; ``sums`` is exact."""
     fused: bool = False
     """Whether the features are those of several projections, of each a part."""
 

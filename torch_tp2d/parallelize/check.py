@@ -130,11 +130,26 @@ def check_entries(entries: list[Entry], mesh: DeviceMesh) -> None:
             for owner, name, layout in style.param_layouts(entry.module):
                 param = getattr(owner, name)
                 wanted = tuple(grid.placements(normalize(layout, param.ndim)))
-                _, other = placed.setdefault(id(param), (entry, wanted))
+                first, other = placed.setdefault(id(param), (entry, wanted))
                 if other != wanted:
-                    raise ValueError(tied_message(owner, name, wanted, other))
+                    raise ValueError(
+                        _around(first, entry) or tied_message(owner, name, wanted, other)
+                    )
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where} on mesh {describe_mesh(mesh)}: {error}") from None
+
+
+def _around(first: Entry, entry: Entry) -> str:
+    """What is wrong if one of two entries' modules is inside the other; else empty."""
+    for outer, inner in ((first, entry), (entry, first)):
+        if outer.module is not inner.module and inner.module in set(outer.module.modules()):
+            return (
+                f"{describe_module(inner.module)} is inside {outer.name or 'the module itself'!r}, "
+                f"and {type(outer.style).__name__} places the parameters of modules inside, too: "
+                f"name one of them, or give the outer one torch_tp2d.Local2D(), which places its "
+                f"own alone"
+            )
+    return ""
 
 
 def check_heads(entry: Entry, grid: Grid) -> None:

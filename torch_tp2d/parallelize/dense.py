@@ -40,7 +40,8 @@ def refuse_dense(module: nn.Module, mesh: DeviceMesh) -> None:
         f"{type(module).__name__} on mesh {describe_mesh(mesh)}: no plan entry names "
         f"the modules of {plain[:5]}{'...' if len(plain) > 5 else ''}, so they would be "
         f"dense on every rank and their gradients wrong: name each with a style, "
-        f"torch_tp2d.Replicate() if it is to be whole on every rank, or freeze it; "
+        f"torch_tp2d.Replicate() if it is to be whole on every rank, or torch_tp2d.Local2D() if "
+        f"modules inside it have entries of their own, or freeze it; "
         f"parallelize_module takes a module that was put in later, too"
     )
 

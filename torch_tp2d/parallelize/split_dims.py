@@ -25,6 +25,7 @@ from .findings import Findings
 from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_routing, is_wrong_on_dtensors
 from .moved_dims import RESHAPES, VIEWS, Part, moved
 from .one_by_one import own_dims
+from .own_parameters import OwnParameters
 from .own_results import OwnResults
 from .partial_sums import WRITES, PartialSums, dims_summed
 from .refusals import A_DTENSOR, adds_up, all_of_it, not_of_all, some_of_it
@@ -59,6 +60,7 @@ class SplitDims(Findings, TorchFunctionMode):
         self._met: Counter[str] = Counter()
         self._own, self._sums = OwnResults(), PartialSums()
         self._drawn, self._some = Drawn(), SomeSamples()
+        self._parameters = OwnParameters(grid)
         self._records = torch.is_grad_enabled()
         """Else what is looked at in torch.no_grad() cannot be told from what the model makes."""
 
@@ -101,6 +103,8 @@ class SplitDims(Findings, TorchFunctionMode):
         elif own and (torch.is_grad_enabled() or not self._records):
             self._own.note(call.made, own)
         if terms and (wrong := self._sums.misused(call, terms, self._axes_of)):
+            self.refuses(wrong)
+        if wrong := self._parameters.misapplied(call):
             self.refuses(wrong)
         if self._some and len(call.made) == 1:
             self._follow_some(call)

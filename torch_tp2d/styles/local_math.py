@@ -8,7 +8,7 @@ placements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -46,33 +46,41 @@ def run_locally(
     grid: Grid,
     *,
     shares: tuple[bool, bool] = (True, True),
+    partial: Collection[str] = (),
 ) -> Any:
     """Run a module's own forward on local tensors, with plain tensors as its parameters.
 
     Args:
         params: owner and name of each parameter that is on the mesh.
         shares: along row and col, whether the gradients of replicated parameters are partial.
+        partial: names of those whose gradients are partial along col, whatever ``shares`` says.
     """
-    row, col = (
-        [axis] if axis.size > 1 and shared else []
-        for axis, shared in zip((grid.row, grid.col), shares, strict=True)
-    )
+    row = [grid.row] if grid.row.size > 1 and shares[0] else []
     on_mesh: list[Any] = [parameters_of(owner)[name] for owner, name in params]
     shards = local_shards(*on_mesh)
     split = [isinstance(param.placements[1], Shard) for param in on_mesh]
-    on_row = [shard for shard, is_split in zip(shards, split, strict=True) if is_split]
-    on_both = [shard for shard, is_split in zip(shards, split, strict=True) if not is_split]
-    summed_on_row = iter(sum_grads(on_row, row, grid.context))
-    summed_on_both = iter(sum_grads(on_both, [*row, *col], grid.context))
-    local = [next(summed_on_row if is_split else summed_on_both) for is_split in split]
-    if not in_graph():
-        names = names_of(grid.axes)
-        done = frozenset[str]().union(*(of for of, on in zip(names, (row, col), strict=True) if on))
-        for tensor, is_split in zip(local, split, strict=True):
-            if tensor.grad_fn is not None:
-                hand_out(tensor, Handed(sums=done | names[1] if is_split else done))
+    on_col = [
+        grid.col.size > 1 and not is_split and (shares[1] or name in partial)
+        for (_, name), is_split in zip(params, split, strict=True)
+    ]
+    summed = {
+        along_col: iter(
+            sum_grads(
+                [one for one, other in zip(shards, on_col, strict=True) if other is along_col],
+                [*row, grid.col] if along_col else row,
+                grid.context,
+            )
+        )
+        for along_col in (False, True)
+    }
+    local = [next(summed[along_col]) for along_col in on_col]
     if in_graph():
         return _run_in_graph(params, on_mesh, local, forward, args, kwargs)
+    of_row, of_col = names_of(grid.axes)
+    for (_, name), tensor, is_split, along_col in zip(params, local, split, on_col, strict=True):
+        if tensor.grad_fn is not None:
+            sums = of_col if is_split or along_col else frozenset[str]()
+            hand_out(tensor, Handed(sums=sums | of_row if row else sums, parameter=name))
     _put_in_place(params, local)
     try:
         y = forward(*args, **kwargs)

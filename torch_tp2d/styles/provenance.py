@@ -24,7 +24,7 @@ from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
 from .mixed_tokens import tell_mixed
 from .module_kinds import describe_module
 
-__all__ = ["check_made_of", "parts_asked", "parts_kept"]
+__all__ = ["check_made_of", "names_split", "names_whole", "parts_asked", "parts_kept"]
 
 
 def check_made_of(
@@ -72,13 +72,13 @@ def check_made_of(
             if certain:
                 grid.context.watch.declared(x, on_mesh(layout, grid.axes))
         for note in notes_of(x, beyond_functions=False)[0]:
-            if along := _whole(note) & split:
+            if along := names_whole(note) & split:
                 raise ValueError(
                     f"{_made(x, layout, module, grid, note)}, whole along {_listed(along)}: each "
                     f"rank has a part of its gradient there, which that module does not sum. "
                     f"{_mend(note, along)}"
                 )
-            if (along := _split(note) & whole) and not certain:
+            if (along := names_split(note) & whole) and not certain:
                 raise ValueError(
                     f"{_made(x, layout, module, grid, note)}, of which each rank has a part along "
                     f"{_listed(along)}: it would have to be gathered before it is used so. Give "
@@ -114,7 +114,7 @@ def parts_asked(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> tup
     notes, _ = notes_of(x, beyond_functions=False)
     asked = frozenset[str]().union(*(note.shares for note in notes)) & (row | col)
     for note in notes if asked else ():
-        if along := _whole(note) & asked:
+        if along := names_whole(note) & asked:
             raise ValueError(
                 f"{_given(x, layout, module, grid)} made of one whose maker sums its gradient "
                 f"along {_listed(along)}, and of one that {_handed_out(note)}, whose maker does "
@@ -151,12 +151,12 @@ def _names(layout: Layout, kind: type, grid: Grid) -> frozenset[str]:
     return frozenset[str]().union(*(names for names, p in pairs if isinstance(p, kind)))
 
 
-def _whole(note: Handed) -> frozenset[str]:
+def names_whole(note: Handed) -> frozenset[str]:
     """The mesh axes along which a tensor was handed out whole, for a whole gradient."""
     return _placed(note, Replicate) - note.shares
 
 
-def _split(note: Handed) -> frozenset[str]:
+def names_split(note: Handed) -> frozenset[str]:
     """The mesh axes along which each rank was handed out a part."""
     return _placed(note, Shard)
 
