@@ -56,16 +56,15 @@ def _said(
     place: str, name: str, note: Handed, parts: frozenset[str], all_of_it: frozenset[str]
 ) -> str:
     of, along = repr(note.parameter), " and ".join(sorted(parts or all_of_it))
+    module = "as a module of its own under torch_tp2d.Replicate()"
     if parts:
-        said = f"of which each rank has a part along {along}, where its gradient is not summed"
-        mend = (
-            f"say Local2D(params={{{of}: Partial()}}) if it is applied to nothing that is whole on "
-            f"tp_col, or write"
+        return (
+            f"in {place} {name} applies the parameter {of} to a tensor of which each rank has a "
+            f"part along {along}, where its gradient is not summed: say "
+            f"Local2D(params={{{of}: Partial()}}) if it is applied to nothing that is whole on "
+            f"tp_col, or write what applies it {module}"
         )
-    else:
-        said = f"that is whole along {along}, where its gradient is summed as if of a part"
-        mend = "write"
     return (
-        f"in {place} {name} applies the parameter {of} to a tensor {said}: {mend} what applies it "
-        f"as a module of its own under torch_tp2d.Replicate()"
+        f"in {place} {name} applies the parameter {of} to a tensor that is whole along {along}, "
+        f"where its gradient is summed as if of a part: write what applies it {module}"
     )
