@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_tp2d
 from support import world
@@ -145,6 +145,10 @@ def _attention(row_dim: int, **own: Any) -> Callable[[DeviceMesh], dict[str, Any
     return plan
 
 
+def _applied_to_a_part() -> Local2D:
+    return Local2D(params={"weight": Partial()})
+
+
 def _said(rows: int, columns: int, length: int) -> dict[str, str]:
     mesh, said = grid_mesh(rows, columns), {}
     split, whole = Shard(1), Replicate()
@@ -160,7 +164,7 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
         ("sines", Sines, _between(split)),
         ("sines of all", Sines, _between(whole)),
         ("sines of one's own part", own, _between(split)),
-        ("positions", Positions, _between(split, Local2D)),
+        ("positions", Positions, _between(split, _applied_to_a_part)),
         ("positions of all", Positions, _between(whole, torch_tp2d.Replicate)),
         ("noise", Noise, _between(split)),
         ("drops", DropPath, _between(split)),
