@@ -22,7 +22,7 @@ from ..styles.base import GridStyle
 from ..styles.dropout import Dropout2D
 from ..styles.lifted import Lifted
 from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
-from ..styles.module_kinds import describe_module
+from ..styles.module_kinds import describe_module, forward_of
 from ..styles.replicated import Replicate
 
 __all__ = ["is_adapted", "parts"]
@@ -78,9 +78,7 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
             f"adapters follow Colwise2D, Rowwise2D and Block2DParallel along {TP_COL} with a "
             f"weight that moves; name base_layer, lora_A.* and lora_B.* one by one"
         )
-    plain = [
-        type(getattr(module, kind)[name]).forward is nn.Linear.forward for kind, name in linears
-    ]
+    plain = [forward_of(getattr(module, kind)[name]) is nn.Linear.forward for kind, name in linears]
     others = [
         name
         for name, child in module.named_children()

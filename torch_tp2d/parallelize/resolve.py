@@ -19,7 +19,7 @@ from ..styles.base import GridStyle
 from ..styles.dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of
 from ..styles.lifted import Lifted
 from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
-from ..styles.module_kinds import describe_module, is_conv1d, is_embedding, is_linear
+from ..styles.module_kinds import describe_module, forward_of, is_conv1d, is_embedding, is_linear
 from ..styles.own_dropout import CodeReader, Drops
 from ..styles.replicated import Replicate
 from .lora import is_adapted
@@ -230,7 +230,7 @@ def _unnamed_dropouts(root: nn.Module, entries: list[Entry]) -> list[Entry]:
                 f"{name!r}: {describe_module(module)} drops more than single elements, which is "
                 f"not defined on shards here: use nn.Dropout in its place, or set its p to 0"
             )
-        if isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
+        if isinstance(module, nn.Dropout) and forward_of(module) is nn.Dropout.forward:
             style = Dropout2D(row_dim=_row_dim(name, entries))
             style.by_default = True
             parent = root.get_submodule(name.rpartition(".")[0] if around is None else around)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -254,11 +254,14 @@ class _OnGrid:
     _tp2d: Runner
     _tp2d_first: str | None
     """The name of the first argument of the module's own forward."""
+    _tp2d_own: Any = None
+    """The forward that was put on the module itself, before the plan was applied."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
-        run, forward = partial(in_one_piece, self._tp2d.run), super().forward  # type: ignore[misc]
+        run = partial(in_one_piece, self._tp2d.run)
+        forward = self._tp2d_own or super().forward  # type: ignore[misc]
         if in_graph():
             guard_global_sizes()
         else:
@@ -278,17 +281,30 @@ def put_on_grid(module: nn.Module, runner: Runner) -> None:
     if (runner.style, kind) not in _classes:
         name = f"{runner.style}{kind.__name__}"
         _, *given = inspect.signature(kind.forward).parameters.values()
-        first = given[0].name if given and given[0].kind is given[0].POSITIONAL_OR_KEYWORD else None
+        first = _first_of(given)
         _classes[runner.style, kind] = type(name, (_OnGrid, kind), {"_tp2d_first": first})
     object.__setattr__(module, "_tp2d", runner)
+    own = vars(module).pop("forward", None)
+    if own is not None:
+        first = _first_of(inspect.signature(own).parameters.values())
+        vars(module).update(_tp2d_own=own, _tp2d_first=first)
     module.__class__ = _classes[runner.style, kind]
     runner.installed(module)
 
 
+def _first_of(parameters: Iterable[inspect.Parameter]) -> str | None:
+    first = next(iter(parameters), None)
+    return None if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD else first.name
+
+
 def take_off_grid(module: nn.Module) -> None:
-    """Give the module its own class back."""
+    """Give the module its own class, and forward, back."""
     module.__class__ = type(module).__mro__[2]
     del module._tp2d
+    own = vars(module).pop("_tp2d_own", None)
+    if own is not None:
+        del module._tp2d_first
+        vars(module)["forward"] = own
 
 
 def refuse_transforms(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from ..mesh.layouts import as_layout, check_row_dim
 from .base import GridStyle, LayoutLike, Resolved, Runner
 from .intercept import Intercept
 from .masks import Masks
-from .module_kinds import describe_module
+from .module_kinds import describe_module, forward_of
 from .own_dropout import Drops
 from .surroundings import UNKNOWN
 
@@ -80,7 +80,7 @@ class Dropout2D(GridStyle):
 
     def check(self, module: nn.Module, grid: Grid) -> None:
         super().check(module, grid)
-        if not isinstance(module, nn.Dropout) or type(module).forward is not nn.Dropout.forward:
+        if not isinstance(module, nn.Dropout) or forward_of(module) is not nn.Dropout.forward:
             raise TypeError(f"Dropout2D is for nn.Dropout, not {describe_module(module)}")
         if module.inplace and module.p:
             raise ValueError(

@@ -27,7 +27,7 @@ from ..runtime.context import Context
 from ..runtime.reductions import backward_of, summed
 from ..runtime.versions import guard_in_backward
 from .dtensors import local_shards
-from .module_kinds import is_conv1d
+from .module_kinds import forward_of, is_conv1d
 
 __all__ = [
     "local_math",
@@ -179,7 +179,7 @@ def local_math(module: nn.Module) -> _LocalMath | None:
 
     None for any other module.
     """
-    own = type(module).forward
+    own = forward_of(module)
     if own is nn.Linear.forward:
         return _linear
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) == 1:

@@ -19,6 +19,7 @@ __all__ = [
     "NormKind",
     "describe_module",
     "embeds",
+    "forward_of",
     "head_counts",
     "input_width",
     "is_conv1d",
@@ -34,11 +35,20 @@ __all__ = [
 def describe_module(module: nn.Module) -> str:
     """A module in one line, with its shapes, for messages."""
     text = repr(module).splitlines()
+    patched = " with another forward put on it" if "forward" in vars(module) else ""
     if len(text) == 1 and text[0] != f"{type(module).__name__}()":
-        return text[0]
+        return text[0] + patched
     shapes = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]
     listed = ", ".join(shapes[:4]) + (", ..." if len(shapes) > 4 else "")
-    return f"{type(module).__name__}({listed})"
+    return f"{type(module).__name__}({listed}){patched}"
+
+
+def forward_of(module: nn.Module) -> Any:
+    """A module's forward: that of its class, or the one that was put on the module itself.
+
+    Libraries patch modules so, to wrap their forward or to have a faster one.
+    """
+    return vars(module).get("forward", type(module).forward)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -46,7 +56,7 @@ def is_linear(module: nn.Module) -> bool:
 
     A subclass with a forward of its own does not count.
     """
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and forward_of(module) is nn.Linear.forward
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -54,7 +64,7 @@ def is_embedding(module: nn.Module) -> bool:
 
     A subclass with a forward of its own does not count.
     """
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return isinstance(module, nn.Embedding) and forward_of(module) is nn.Embedding.forward
 
 
 def embeds(module: nn.Module) -> bool:
@@ -68,6 +78,8 @@ def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is Hugging Face's Conv1D, a Linear that stores its weight ``[in, out]``."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
+        return False
+    if "forward" in vars(module):
         return False
     # Of a module with a style the first forward is the style's.
     forwards = (kind for kind in type(module).__mro__ if "forward" in vars(kind))
@@ -91,7 +103,7 @@ def is_patch_embedding(module: nn.Module) -> bool:
     """Whether a module is a Conv2d that applies a Linear to patches that do not overlap."""
     return (
         isinstance(module, nn.Conv2d)
-        and type(module).forward is nn.Conv2d.forward
+        and forward_of(module) is nn.Conv2d.forward
         and module.stride == module.kernel_size
         and module.padding in ((0, 0), "valid")
         and module.dilation == (1, 1)

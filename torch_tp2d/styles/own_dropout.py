@@ -21,6 +21,7 @@ from torch import nn
 
 from .intercept import RATES, Intercept
 from .masks import Masks
+from .module_kinds import forward_of
 
 __all__ = ["CodeReader", "Drops", "OwnDropout"]
 
@@ -100,7 +101,7 @@ class OwnDropout:
         self._drops = any(
             reader.drops_of(inner) is not None
             for inner in module.modules()
-            if type(inner).forward is not nn.Dropout.forward
+            if forward_of(inner) is not nn.Dropout.forward
         )
         self._masks = masks
 

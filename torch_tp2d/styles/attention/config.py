@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..module_kinds import HEADS, KEY_HEADS
+from ..module_kinds import HEADS, KEY_HEADS, forward_of
 
 __all__ = ["local_config", "read_from_config"]
 
@@ -16,7 +16,7 @@ __all__ = ["local_config", "read_from_config"]
 def read_from_config(module: nn.Module) -> set[str]:
     """Names of the head counts that a module's forward reads from its config, as Phi-3's does."""
     config = getattr(module, "config", None)
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(inspect.unwrap(forward_of(module)), "__code__", None)
     if config is None or code is None:
         return set()
     names = {*HEADS, *KEY_HEADS} & {*code.co_names}

@@ -12,7 +12,7 @@ from ...mesh.grid import Grid
 from ...mesh.layouts import Layout
 from ..base import GridStyle, Resolved, Runner
 from ..dropout import OTHER_KINDS, Dropout2D
-from ..module_kinds import describe_module
+from ..module_kinds import describe_module, forward_of
 from ..whole_module import WholeRunner
 from ..whole_samples import check_dropout
 
@@ -61,7 +61,7 @@ class LiftedSequence(GridStyle):
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    return isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward
+    return isinstance(module, nn.Dropout) and forward_of(module) is nn.Dropout.forward
 
 
 class _SequenceDropout(Runner):
