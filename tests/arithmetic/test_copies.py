@@ -111,6 +111,6 @@ backward 6 copies, 6 others, 6 products; 3.50 copied""",
         self.assertExpectedInline(
             _report(4, 4),
             """\
-forward  4 copies, 2 others, 8 products; 1.00 copied
-backward 5 copies, 6 others, 10 products; 1.25 copied""",
+forward  4 copies, 2 others, 6 products; 1.00 copied
+backward 5 copies, 6 others, 8 products; 1.25 copied""",
         )
