@@ -86,6 +86,11 @@ def test_more_random_programs_on_larger_grids(worlds: Worlds) -> None:
 
 
 FOUND = {
+    # An input filled anew between two forwards was taken for one written into in a forward.
+    "one input for two batches": """
+        Program(grid=(2, 1), models=(Model(local=False, apply='torch', head=Head()),),
+        use=(Op(), Op(again='copy')))
+    """,
     # One element of tokens beside a module's input was taken for a scalar, on the rank that has it.
     "one element beside the input": """
         Program(grid=(2, 2), models=(Model(hidden=3, stream='hidden', blocks=(Mlp(inner=9,

@@ -145,8 +145,10 @@ def shard_of(
     if in_graph() or not (torch.is_grad_enabled() and x.requires_grad):
         return x.to_local(grad_placements=grad_placements)
     now, taken = versions(x), grid.context.taken
-    if needed:
-        taken.setdefault(x, now)
+    # Where nothing tells a forward from the next, a leaf may be filled anew in between.
+    again = x.is_leaf and grid.context.running is None
+    if needed and (again or x not in taken):
+        taken[x] = now
     if taken.get(x, now) != now:
         raise RuntimeError(
             f"a DTensor of shape {tuple(x.shape)} on mesh {describe_mesh(grid.mesh)} has been "
