@@ -117,10 +117,23 @@ def shape(namespace: str, device: str, rate: str, delay: str) -> None:
 
 
 def set_congestion_control(namespace: str) -> None:
-    """Let TCP in ``namespace`` go by :data:`CONGESTION_CONTROL`."""
+    """Let TCP in ``namespace`` go by :data:`CONGESTION_CONTROL`, or say that it cannot.
+
+    Some hosts do not allow it to namespaces before they have gone by it themselves.
+    """
     setting = "/proc/sys/net/ipv4/tcp_congestion_control"
     write = f"echo {CONGESTION_CONTROL} > {setting}"
-    run_tool("ip", "netns", "exec", namespace, "sh", "-c", write)
+    try:
+        run_tool("ip", "netns", "exec", namespace, "sh", "-c", write)
+    except NetlabError:
+        own = Path(setting).read_text().strip()
+        allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().strip()
+        print(
+            f"netlab: TCP goes by {own}, with other times than by {CONGESTION_CONTROL}, which this "
+            f"machine does not let namespaces take: sysctl -w "
+            f"net.ipv4.tcp_allowed_congestion_control='{allowed} {CONGESTION_CONTROL}' allows it",
+            file=sys.stderr,
+        )
 
 
 @contextmanager
