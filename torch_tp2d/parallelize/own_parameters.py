@@ -25,9 +25,21 @@ class OwnParameters:
     def __init__(self, grid: Grid) -> None:
         self._several = frozenset[str]().union(*grid.several)
         self._made = WeakIdKeyDictionary()
+        self._declared = WeakIdKeyDictionary()
+
+    def declared(self, x: Tensor) -> None:
+        """Leave what is made of ``x`` to the user, whose own code has made it and says what it is.
+
+        The graph would tell of tensors that the user has gathered or summed since.
+        """
+        self._declared[x] = None
 
     def misapplied(self, call: Call) -> str:
         """What is wrong where a call takes a parameter together with tokens or features."""
+        if self._declared.data and any(x in self._declared for x in call.given):
+            for y in call.made:
+                self._declared[y] = None
+            return ""
         if not any(map(self._is_made_of_one, call.given)):
             return ""
         for y in call.made:

@@ -171,6 +171,7 @@ class SplitDims(Findings, TorchFunctionMode):
     def declared(self, x: Tensor, layout: Layout) -> None:
         """Take the user's word for what the user's code has made."""
         self._split[x] = self._parts_of(layout, x.ndim)
+        self._parameters.declared(x)
 
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
         """Say which dim ``tp_col`` splits, if that is not the one of ``layout``."""
