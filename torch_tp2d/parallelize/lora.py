@@ -25,7 +25,12 @@ from ..styles.linear import Block2DParallel, Colwise2D, Rowwise2D
 from ..styles.module_kinds import describe_module, forward_of
 from ..styles.replicated import Replicate
 
-__all__ = ["is_adapted", "parts"]
+__all__ = ["is_adapted", "parts", "plain"]
+
+_COPIES = "modules_to_save"
+_LAYERS = (("base_layer", "lora_A"), ("original_module", _COPIES))
+"""The names of the layer itself, and of what stands beside it."""
+_KNOWN = ("base_layer", "lora_A", "lora_B", "lora_dropout")
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -33,8 +38,14 @@ def is_adapted(module: nn.Module) -> bool:
     children = dict(module.named_children())
     return any(
         layer in children and isinstance(children.get(beside), nn.ModuleDict)
-        for layer, beside in (("base_layer", "lora_A"), ("original_module", _COPIES))
+        for layer, beside in _LAYERS
     )
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The layer itself, of one that carries adapters or of which copies are trained."""
+    children = dict(module.named_children())
+    return next((children[name] for name, _ in _LAYERS if name in children), module)
 
 
 def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
@@ -78,13 +89,13 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
             f"adapters follow Colwise2D, Rowwise2D and Block2DParallel along {TP_COL} with a "
             f"weight that moves; name base_layer, lora_A.* and lora_B.* one by one"
         )
-    plain = [forward_of(getattr(module, kind)[name]) is nn.Linear.forward for kind, name in linears]
+    usual = [forward_of(getattr(module, kind)[name]) is nn.Linear.forward for kind, name in linears]
     others = [
         name
         for name, child in module.named_children()
         if name not in _KNOWN and list(child.parameters())
     ]
-    if not linears or not all(plain) or others or any(getattr(module, "use_dora", {}).values()):
+    if not linears or not all(usual) or others or any(getattr(module, "use_dora", {}).values()):
         raise ValueError(
             f"{describe_module(module)} has adapters other than pairs of Linear lora_A and "
             f"lora_B {others}: name its parts in the plan one by one, or leave it out of "
@@ -123,10 +134,6 @@ def parts(module: Any, style: ParallelStyle) -> Iterator[tuple[str, nn.Module, P
             before = Dropout2D(input_layouts=come, row_dim=row_dim)
             before.beside = [(module.in_features, come[1])]
             yield f"lora_dropout.{name}", child, before
-
-
-_COPIES = "modules_to_save"
-_KNOWN = ("base_layer", "lora_A", "lora_B", "lora_dropout")
 
 
 def _splits_features(layout: Layout) -> bool:

@@ -8,15 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from .._torch_compat import submodules_of
-from ..parallelize.lora import is_adapted
+from ..parallelize.lora import is_adapted, plain
 
-__all__ = ["inside_peft", "plain", "without_adapters"]
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """The layer itself, of one that carries adapters or of which copies are trained."""
-    children = dict(module.named_children())
-    return children.get("base_layer", children.get("original_module", module))
+__all__ = ["inside_peft", "without_adapters"]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .adapters import plain
+from ..parallelize.lora import plain
 from .experts import experts_plan
 from .losses import LossFunction, causal_lm_loss
 from .methods import AsTransformers
