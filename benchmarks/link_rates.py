@@ -3,11 +3,11 @@
 
     sudo python benchmarks/link_rates.py --out benchmarks/results/link_rates.json
 
-One GPT block, forward and backward, hidden 512, on 4 ranks, under stock tensor parallelism with
-and without sequence parallelism and on a 2 x 2 grid, as it comes and by broadcast-multiply-roll.
-Four minutes on two cores. The first cases have m = tokens / hidden = 4 at five link rates; the
-last ones have ever fewer tokens, where weights are larger than what they multiply and a grid
-loses. How a case is run and what is written: ``compare.py`` and ``block.py``; the same command
+One GPT block, forward and backward, hidden 512, on 4 ranks, under the stock plans that a careful
+user would take, weights kept, and on the grids 2 x 2 and 4 x 1, as they come and by
+broadcast-multiply-roll. Ten minutes on two cores. The first cases have m = tokens / hidden = 4 at
+five link rates; the last ones have ever fewer tokens, where weights are larger than what they
+multiply. How a case is run and what is written: ``compare.py`` and ``block.py``; the same command
 again runs what is not there yet. Needs Linux, root and iproute2.
 """
 
@@ -23,7 +23,7 @@ import compare
 import netlab
 from compare import Case
 
-PLANS = ("tp-input", "tp-sp", "tp2d", "tp2d:bmr")
+PLANS = ("tp-input", "fsdp-kept", "fsdp-tp-kept", "fsdp-sp-kept", "tp2d", "tp2d:bmr")
 RATES = ("100mbit", "200mbit", "500mbit", "1gbit", netlab.UNSHAPED)
 # Sequences and their length, by m = tokens / hidden at hidden 512.
 FEWER_TOKENS = {0.25: (4, 32), 1: (4, 128), 2: (4, 256)}
@@ -31,7 +31,7 @@ FEWER_TOKENS = {0.25: (4, 32), 1: (4, 128), 2: (4, 256)}
 
 def link_rate_cases() -> list[Case]:
     """A case for each link rate, then one for each smaller number of tokens."""
-    block = {"ranks": 4, "grids": ("2x2",), "layers": 1}
+    block = {"ranks": 4, "grids": ("2x2", "4x1"), "layers": 1}
     cases = [
         Case(compare.label(rate), rate=rate, batch=8, seq=256, **block)  # type: ignore[arg-type]
         for rate in RATES
