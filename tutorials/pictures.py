@@ -283,7 +283,7 @@ def draw_traffic(
 
 
 def draw_link_rates(results: Mapping[str, Any], names: Mapping[str, str]) -> Any:
-    """Seconds of a step by link rate, and by tokens, there relative to stock tensor parallelism.
+    """Seconds of a step by link rate, and by tokens, there relative to 1-D tensor parallelism.
 
     A dashed line is what the products alone take, with nothing sent.
 
@@ -310,12 +310,14 @@ def draw_link_rates(results: Mapping[str, Any], names: Mapping[str, str]) -> Any
     left.set_xticks(range(len(by_rate)), rates)
     right.set_xticks(range(len(by_tokens)), [f"{_tokens_per_hidden(c):g}" for c in by_tokens])
     left.set(xlabel=f"rate of each link, m = {most:g}", ylabel="seconds of a step", yscale="log")
-    left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_locator(ticker.NullLocator())
-    right.set(xlabel="m = tokens / hidden, links of 200 Mbit/s", ylabel="seconds / 1-D's")
+    right.set(
+        xlabel="m = tokens / hidden, links of 200 Mbit/s", ylabel="seconds / 1-D's", yscale="log"
+    )
     left.legend(fontsize=8)
     for axis in (left, right):
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.grid(alpha=0.3)
     return figure
 

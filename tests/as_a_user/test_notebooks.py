@@ -162,6 +162,6 @@ def test_link_rates_drawn_are_those_that_the_command_measures() -> None:
     for case in cases:
         assert not case.name.startswith("m") or case.name == f"m{case.batch * case.seq / 512:g}"
         for plan in link_rates.PLANS:
-            on_grid = plan.startswith("tp2d")
+            on_grid = plan not in ("tp-input", "fsdp-kept")
             record = plan_record(found[case.name], f"{plan} 2x2" if on_grid else plan)
             assert record["base"] == link_rates.PLANS[0]
