@@ -5,10 +5,11 @@
 
 One GPT block, forward and backward, hidden 512, on 4 ranks, under the stock plans that a careful
 user would take, weights kept, and on the grids 2 x 2 and 4 x 1, as they come and by
-broadcast-multiply-roll. Ten minutes on two cores. The first cases have m = tokens / hidden = 4 at
-five link rates; the last ones have ever fewer tokens, where weights are larger than what they
-multiply. How a case is run and what is written: ``compare.py`` and ``block.py``; the same command
-again runs what is not there yet. Needs Linux, root and iproute2.
+broadcast-multiply-roll. A quarter of an hour on two cores. The first cases have
+m = tokens / hidden = 4 at five link rates; the last ones have ever fewer tokens, where weights are
+larger than what they multiply. How a case is run and what is written:
+``compare.py`` and ``block.py``; the same command again runs what is not there yet. Needs Linux,
+root and iproute2.
 """
 
 from __future__ import annotations
