@@ -16,8 +16,9 @@ tp-input    the same, attention's input prepared by PrepareModuleInput: four all
 fsdp        FSDP2 over all ranks, block by block; and with an efficient reduce-scatter (+rs), which
             gloo's is not
 fsdp-tp     FSDP2 likewise over a grid's rows, tp-input over its columns
+tp2d        the ready plan of torch_tp2d on each grid, the models as they are; it gathers a weight
+            again for backward where that is larger than the input beside it
 ...-kept    the same with gathered weights kept for backward: less to send, more memory
-tp2d        the ready plan of torch_tp2d on each grid, the models as they are
 
 All plans start from the same weights and the same batch, and a plan whose loss or gradient norm
 differs from the first one's ends the run.

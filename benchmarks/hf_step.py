@@ -37,6 +37,7 @@ from variants import (
     Grid,
     Share,
     Variant,
+    is_ours,
     part,
     shard_blocks,
     stock_meshes,
@@ -68,7 +69,7 @@ class ModelVariant(Variant):
 
     @property
     def ours(self) -> bool:
-        return self.name.partition(" ")[0] == OURS
+        return is_ours(self.name)
 
     def step(self, elements: int) -> Tensor:
         with self.around():
@@ -139,11 +140,16 @@ def variants(kind: str, sizes: Sizes, grids: Sequence[Grid]) -> list[ModelVarian
         mine = {key: part(x, 0, both["dp"]) for key, x in batch.items()}
         given = {"batch": mine, "gradient_scale": replicas, "efficient": efficient}
         made.append(made_of(titled(name, shape), model, Share(*shape), columns, **given))
-    for shape in grids:
+    for name, shape in product((OURS, OURS + KEPT), grids):
+        kept = name.endswith(KEPT)
+        if kept and shape[0] == 1:
+            # No weight is gathered.
+            continue
         model = build(kind, sizes)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("tp_row", "tp_col"))
-        torch_tp2d.parallelize_module(model, mesh, plan_for(model, mesh), src_data_rank=None)
-        made.append(made_of(titled(OURS, shape), model, Share(*shape, True), world))
+        plan = plan_for(model, mesh, reshard_after_forward=False if kept else None)
+        torch_tp2d.parallelize_module(model, mesh, plan, src_data_rank=None)
+        made.append(made_of(titled(name, shape), model, Share(*shape, True), world))
     return made
 
 
@@ -166,7 +172,7 @@ def plan_of(candidate: Candidate) -> str:
     kept = KEPT * candidate.keep_weights
     if not candidate.stock:
         usual = candidate.algorithm == "pipelined" and candidate.keep_weights and not outside
-        return titled(OURS, (rows, columns)) if usual else ""
+        return titled(OURS + KEPT * (rows > 1), (rows, columns)) if usual else ""
     if len(outside) > 1 or "SP" in candidate.name:
         return ""
     if columns == 1:

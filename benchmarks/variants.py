@@ -70,7 +70,8 @@ def grids_of(world: int) -> list[Grid]:
 
 def is_ours(name: str) -> bool:
     """Whether a plan is of this library."""
-    return name.partition(" ")[0].partition(":")[0].removesuffix(AGAIN) == OURS
+    plan = name.partition(" ")[0].partition(":")[0]
+    return plan.removesuffix(AGAIN).removesuffix(KEPT) == OURS
 
 
 def titled(name: str, grid: Grid) -> str:

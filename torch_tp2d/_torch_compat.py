@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx import Graph
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -493,6 +494,20 @@ def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile``, or the module's own ``compile()``, compiles its calls."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def graph_pass(run: Callable[[Graph], None], *files: str) -> Any:
+    """A pass of Inductor's own: ``run`` changes each graph, as it says in these source files."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files(files)
+
+    return Pass()
 
 
 def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:

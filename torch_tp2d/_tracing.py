@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.fx.traceback import annotate
 
 from ._torch_compat import begins_no_graph
 
-__all__ = ["eager_only", "in_graph", "in_one_piece", "static"]
+__all__ = ["WEIGHT", "eager_only", "in_graph", "in_one_piece", "moving_weight", "static"]
 
 
 in_graph = torch.compiler.is_compiling
@@ -36,6 +38,15 @@ def static(size: int) -> int:
     """
     # Dynamo makes constants of a range's bounds.
     return len(range(size)) if in_graph() else size
+
+
+WEIGHT = "tp2d_weight"
+"""The note on a graph's nodes that move a weight, for :mod:`torch_tp2d.integrations.inductor`."""
+
+
+def moving_weight() -> AbstractContextManager[Any]:
+    """Inside it a graph's nodes are noted to move a weight."""
+    return annotate({WEIGHT: True}) if in_graph() else nullcontext()
 
 
 def eager_only(run: Callable[..., None]) -> Callable[..., None]:

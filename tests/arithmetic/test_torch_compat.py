@@ -172,6 +172,17 @@ def _() -> None:
         assert traced[-2:] == [not breaks] * 2
 
 
+@of("graph_pass")
+def _() -> None:
+    """Inductor keeps what it has compiled by what the pass says of itself: its source."""
+    graph = torch.fx.Graph()
+    one = compat.graph_pass(lambda graph: None if graph.placeholder("x") else None, __file__)
+    one(graph)
+    assert [node.name for node in graph.nodes] == ["x"]
+    assert one.uuid() == compat.graph_pass(print, __file__).uuid()
+    assert one.uuid() != compat.graph_pass(print, compat.__file__).uuid()
+
+
 @of("is_compiled")
 def _() -> None:
     module, own = nn.Linear(1, 1), nn.Linear(1, 1)

@@ -268,7 +268,8 @@ class TestHuggingFace:
             ("FSDP2 4", (4, 1, 1), True, True, "fsdp-kept"),
             ("TP 4", (1, 4), True, True, "tp-input"),
             ("FSDP2 2 x TP 2", (2, 1, 2), True, False, "fsdp-tp 2x2"),
-            ("2-D 4x1", (4, 1), False, True, "tp2d 4x1"),
+            ("2-D 4x1", (4, 1), False, True, "tp2d-kept 4x1"),
+            ("2-D 1x4", (1, 4), False, True, "tp2d 1x4"),
             # Not among what is timed.
             ("TP+SP 4", (1, 4), True, True, ""),
             ("HSDP 2x2", (2, 2, 1, 1), True, True, ""),

@@ -68,6 +68,27 @@ def test_a_block_is_one_graph(sizes: tuple[int, int, int], grid: tuple[int, int]
     assert max(world.run(ranks, _compiled, BACKEND, plan_2d(), sizes, grid)) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "grid,sizes",
+    [
+        ((2, 1), (1, 4, 8)),
+        deep((2, 2), (1, 5, 11)),
+        deep((4, 1), (3, 4, 8)),
+        deep((1, 2), (2, 1, 8)),
+        deep((1, 4), (2, 5, 11)),
+    ],
+    ids=str,
+)
+def test_a_rank_without_tokens(grid: tuple[int, int], sizes: tuple[int, int, int]) -> None:
+    """A batch smaller than the rows, or a sequence that leaves a column none. It hung: torch's
+    decomposition of a norm's backward gives constants for no tokens, and a gather or sum of nothing
+    gave a new tensor, so that the sums of gradients of this rank did not depend on backward, and
+    were in its graph of forward.
+    """
+    rows, columns = grid
+    assert max(world.run(rows * columns, _compiled, BACKEND, plan_2d(), sizes, grid)) < TOLERANCE
+
+
 @pytest.mark.deep
 def test_a_block_of_a_mixed_plan_is_one_graph() -> None:
     assert max(world.run(4, _compiled, BACKEND, plan_mixed(), (4, 8, 8))) < TOLERANCE

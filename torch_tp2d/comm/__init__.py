@@ -17,7 +17,7 @@ from .axis import (
 )
 from .fused import reshard_fused
 from .moves import move, reshard_fused_grad
-from .pending import Pending
+from .pending import Pending, nothing
 from .shards import gather_evenly, gather_shards, scatter_evenly, scatter_shards
 from .transfers import (
     all_gather,
@@ -50,6 +50,7 @@ __all__ = [
     "gather_shards",
     "link_of",
     "move",
+    "nothing",
     "only_own",
     "reduce",
     "reduce_from_others",

@@ -18,7 +18,7 @@ from .._torch_compat import AutoDispatchBelowAutograd
 from .._torch_compat import c10d_functional as _c10d
 from .._tracing import in_graph
 
-__all__ = ["Pending", "Started"]
+__all__ = ["Pending", "Started", "nothing"]
 
 Started = Sequence[partial[Tensor]]
 
@@ -70,6 +70,15 @@ class Pending:
             return self._finish(wires)
         sent = [piece.args[0] for piece in self._pieces]
         return self._finish(list(map(_arrived, self._wires, sent)))
+
+
+def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor without elements, that ``x`` comes to where nothing is sent.
+
+    In a graph it depends on ``x``: a sum of gradients that depended on nothing of backward would be
+    sent in forward, by the ranks without tokens alone.
+    """
+    return x.flatten()[:0].view(shape) if in_graph() else x.new_empty(shape)
 
 
 def _surroundings(pieces: Started) -> Callable[[], AbstractContextManager[Any]]:

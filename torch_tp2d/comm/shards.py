@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._torch_compat import c10d_functional as _c10d
 from .axis import Axis
-from .pending import Pending
+from .pending import Pending, nothing
 
 __all__ = ["gather_evenly", "gather_shards", "scatter_evenly", "scatter_shards"]
 
@@ -52,7 +52,7 @@ def gather_shards(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pend
     """
     shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
     if math.prod(shape) == 0:
-        return Pending(x.new_empty([axis.size, *shape]))
+        return Pending(nothing(x, [axis.size, *shape]))
     if x.shape[dim] < max(sizes):
         sent = x.new_zeros(shape)
         sent.narrow(dim, 0, x.shape[dim]).copy_(x)
@@ -74,6 +74,6 @@ def scatter_shards(x: Tensor, axis: Axis) -> Pending:
         ``[*shard]``.
     """
     if x.numel() == 0:
-        return Pending(x.new_empty(x.shape[1:]))
+        return Pending(nothing(x, x.shape[1:]))
     start = partial(_c10d.reduce_scatter_tensor.default, x, "sum", axis.size, axis.group)
     return Pending(None, [start], lambda wires: wires[0][0])

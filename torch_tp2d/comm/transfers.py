@@ -18,7 +18,7 @@ from .._torch_compat import c10d_functional as _c10d
 from .._tracing import in_graph
 from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own
-from .pending import Pending
+from .pending import Pending, nothing
 
 __all__ = [
     "all_gather",
@@ -50,7 +50,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     rest = shard.shape[1:]
     longest = max(sizes)
     if longest * math.prod(rest) == 0:
-        return Pending(_from_front(x.new_empty((sum(sizes), *rest)), dim))
+        return Pending(_from_front(nothing(shard, (sum(sizes), *rest)), dim))
     if shard.shape[0] < longest:
         # In a graph it depends on the shard: two gathers of empty shards would become one node, on
         # this rank alone.
@@ -149,7 +149,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
     mine = sizes[axis.index]
     longest = max(sizes)
     if longest * width == 0:
-        return Pending(_from_front(whole.new_empty((mine, *rest)), dim))
+        return Pending(_from_front(nothing(whole, (mine, *rest)), dim))
     if axis.transport.exchanges_sums:
 
         def finish(pieces: list[list[Tensor]]) -> Tensor:
@@ -189,7 +189,7 @@ def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     rest = x.shape[1:]
     there = [sum(without_own(counts, axis)), *rest]
     if max(counts) * math.prod(rest) == 0:
-        return Pending(x.new_empty(there))
+        return Pending(nothing(x, there))
     # A copy, as in all_gather.
     sent = x.clone(memory_format=torch.contiguous_format).view(-1)
     sends = without_own([sent.numel()] * axis.size, axis)
@@ -211,7 +211,7 @@ def reduce_from_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:
     rest = x.shape[1:]
     mine = counts[axis.index]
     if max(counts) * math.prod(rest) == 0:
-        return Pending(x.new_empty([mine, *rest]))
+        return Pending(nothing(x, [mine, *rest]))
     sends = [count * math.prod(rest) for count in without_own(counts, axis)]
     receives = without_own([mine * math.prod(rest)] * axis.size, axis)
     sent = x.contiguous().view(-1)

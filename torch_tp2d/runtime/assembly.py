@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import in_graph
+from ..comm import nothing
 
 __all__ = ["Assembly"]
 
@@ -21,7 +22,8 @@ class Assembly:
 
     def __init__(self, shape: Sequence[int], dim: int, like: Tensor) -> None:
         self.shape, self.dim = torch.Size(shape), dim
-        self.like = like.new_empty(())
+        # In eager the tensor itself would be kept alive for nothing.
+        self.like = like if in_graph() else like.new_empty(())
         self._out: Tensor | None = None
         self._blocks: list[tuple[int, Tensor]] = []
 
@@ -48,5 +50,5 @@ class Assembly:
             return torch.cat([block for _, block in blocks], self.dim)
         if self._out is None:
             # There were no blocks, or none with elements.
-            self._out = self.like.new_empty(self.shape)
+            self._out = nothing(self.like, self.shape)
         return self._out

@@ -279,7 +279,7 @@ def rows_of(
         if count
     ]
     if not blocks:
-        return x.new_empty(0, x.shape[-1])
+        return x.narrow(dim, 0, 0).reshape(0, x.shape[-1])
     rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks, at)
     # Not reshape(-1, ...), which fails on a rank without features.
     return rows.reshape(math.prod(rows.shape[:-1]), x.shape[-1])

@@ -31,6 +31,7 @@ from .module_kinds import forward_of, is_conv1d
 
 __all__ = [
     "local_math",
+    "on_a_token",
     "parameters_inside",
     "run_locally",
     "settle_after_backward",
@@ -188,6 +189,20 @@ def local_math(module: nn.Module) -> _LocalMath | None:
         if own is nn.RMSNorm.forward:
             return _rms_norm
     return _conv1d if is_conv1d(module) else None
+
+
+def on_a_token(math: Callable[..., Tensor], x: Tensor, *params: Tensor | None) -> Tensor:
+    """``math(x, *params)``, in a graph with a token that stands in where ``x`` has none.
+
+    The gradients that torch's decompositions give for no tokens are constants. Their sums over the
+    ranks, which do not depend on backward then, would be in this rank's graph of forward, and in
+    that of backward on the others.
+    """
+    if not in_graph() or x.numel():
+        return math(x, *params)
+    token = torch.cat([x.flatten(0, -2), x.new_zeros(1, x.shape[-1])])
+    y = math(token, *params)
+    return y[:0].view(*x.shape[:-1], y.shape[-1])
 
 
 def sum_grads(

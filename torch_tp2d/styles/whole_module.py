@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .compared_inputs import compare_over_ranks
 from .dtensors import local_shards, shard_of, to_dtensor
 from .local_math import (
     local_math,
+    on_a_token,
     parameters_inside,
     run_locally,
     settle_after_backward,
@@ -325,7 +327,7 @@ class WholeRunner(Runner):
         ]
         ready = prepare_parameters(module, self.prepare, self.grid.context)
         params = sum_grads((ready.weight, ready.bias), axes, self.grid.context)
-        y = self.locally(module, x, *params)
+        y = on_a_token(partial(self.locally, module), x, *params)
         if x.requires_grad:
             # As for torch, the bias counts for a norm only. What is parametrized is not read, which
             # would compute it again: the computed tensor is nobody's to change.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._once import once_differentiable
 from ..._torch_compat import adds_to_grad, local_tensor, parameters_of, unviewed
-from ..._tracing import in_graph
+from ..._tracing import in_graph, moving_weight
 from ...comm import Axis, Pending, all_reduce
 from ...runtime.accumulation import Accumulation
 from ...runtime.context import Context, autocast_dtype
@@ -173,7 +173,8 @@ class Call:
         held = None if kept is None else kept.gathered(self.module, self.own, weight.dtype)
         if held is not None:
             return held
-        return self.op.algorithm.prefetch(self.op.as_b(weight), self.op.cut)
+        with moving_weight():
+            return self.op.algorithm.prefetch(self.op.as_b(weight), self.op.cut)
 
     def keep_weight(self, gathered: Tensor) -> None:
         """Keep the gathered weight for the next micro-batch."""

@@ -54,7 +54,7 @@ def ab_arriving(
         c = flat @ b if bias is None else torch.addmm(bias, flat, b)
         second = None if also is None else flat.t() @ also.flatten(0, -2)
         return c.view(*a.shape[:-1], b.shape[1]), second
-    out = Assembly([*a.shape[:-1], b.shape[1]], a.dim, b)
+    out = Assembly([*a.shape[:-1], b.shape[1]], a.dim, b if a.shard is None else a.shard)
     second = None if also is None else b.new_zeros(b.shape[0], also.shape[-1])
     for piece in a.arrivals():
         flat = piece.rows.flatten(0, -2)

@@ -6,8 +6,9 @@ product of the first, and one reduce-scatter of its gradient. A weight is gather
 runs.
 
 The order of operations in a node becomes that of the graph. Inductor looks for an order that uses
-less memory, and transfers that overlap with nothing do:
-``torch.compile(options={"reorder_for_peak_memory": False})`` keeps the order.
+less memory, and transfers that overlap with nothing do. With the options that
+:mod:`torch_tp2d.integrations.inductor` gives it keeps the order, but starts weights' gathers
+earlier and awaits sums later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from ...comm import Pending
 from ...runtime.deferred import Transfer
 from . import products
 from .call import Call, Forward, Gradients, Needs
-from .collective import prefetch
 from .rounds import ab_arriving, abt_leaving, atb_arriving
 
 __all__ = ["backward", "forward"]
@@ -30,7 +30,7 @@ def forward(call: Call, needs: Needs, x: Tensor, weight: Tensor, bias: Tensor | 
     op, shards = call.op, call.shards
     if shards is None:
         return products.forward(call, needs, x, weight, bias)
-    moving = prefetch(op.as_b(weight), op.cut)
+    moving = call.gather(weight)
     outputs: tuple[Tensor, ...]
     if op.gathers_input:
         arriving = Transfer(x, *shards)
@@ -55,7 +55,7 @@ def backward(
     moving = Pending(weight)
     arriving = None if op.gathers_input else Transfer(grad, *shards)
     if needs.x and not op.keep_weight:
-        moving = prefetch(op.as_b(weight), op.cut)
+        moving = call.gather(weight)
     summing = reducing = weight_grad = None
     # This node's own transfer overlaps with the product of the weight's gradient, and the reduction
     # of that gradient with the other product.
