@@ -144,7 +144,7 @@ def _awaited(start: Node) -> set[Node]:
 
 def _starts(node: Node) -> bool:
     """Whether a node starts a collective."""
-    # Other than an operator of torch's may be an output of one, or Python's.
+    # Inputs, outputs and calls of Python functions have none.
     return hasattr(node.target, "namespace") and bool(collective_of(node.target))
 
 
