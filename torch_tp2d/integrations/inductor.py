@@ -125,8 +125,8 @@ def wait_late(graph: Graph) -> None:
         if light and node.users and returned.issuperset(node.users):
             returned.add(node)
     sums = [node for node in nodes if _awaited(node) & returned]
+    # Of what is returned, the last of the sums that it is made of.
     last = {wait: at for at, start in enumerate(sums) for wait in _awaited(start) & returned}
-    """Of what is returned, the last of the sums that it is made of."""
     for node in nodes:
         made_of = [last[one] for one in node.all_input_nodes if one in last]
         if node in returned and made_of:
