@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,3 +90,17 @@ def recorded(
     (y.square().sum() / wanted.numel()).backward()
     mine = distribute_tensor(wanted.detach(), mesh, (Shard(0), Shard(1))).to_local()
     return max(relative(y.detach(), mine), *differences(one, several)), recorder.graphs
+
+
+def check_one_order(graphs: Sequence[Sequence[str]], columns: int) -> None:
+    """That the ranks of each row, and of each column, send to each other in one order.
+
+    Args:
+        graphs: of each rank.
+    """
+    for rank, mine in enumerate(graphs):
+        of_row, of_column = graphs[rank // columns * columns], graphs[rank % columns]
+        for letters, others in (("[^gsr]", of_row), ("[^GSR]", of_column)):
+            assert [re.sub(letters, "", one) for one in mine] == [
+                re.sub(letters, "", one) for one in others
+            ]
