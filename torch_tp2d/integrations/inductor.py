@@ -17,15 +17,13 @@ from torch.utils.flop_counter import flop_registry
 from .._torch_compat import c10d_functional as _c10d
 from .._torch_compat import collective_of, graph_pass
 from .._tracing import WEIGHT
+from ..runtime.regather import GATHERED_AHEAD
 
-__all__ = ["AHEAD", "SUMS", "gather_ahead", "overlap_options", "reorder", "wait_late"]
-
-AHEAD = 4
-"""How many weights are gathered before the one that is needed next."""
+__all__ = ["SUMS", "gather_ahead", "overlap_options", "reorder", "wait_late"]
 
 SUMS = 8
 """How many sums of gradients are under way before the first is awaited: a layer's weights and
-biases, as many as :data:`AHEAD` weights have."""
+biases, as many as the weights that are gathered ahead have."""
 
 _WAIT = _c10d.wait_tensor.default
 
@@ -49,7 +47,7 @@ def overlap_options() -> dict[str, Any]:
     """
     return {
         "post_grad_custom_post_pass": graph_pass(reorder, __file__),
-        # Inductor looks for an order that takes less memory, which overlaps with nothing.
+        # Inductor looks for an order that takes less memory, in which little overlaps.
         "reorder_for_peak_memory": False,
     }
 
@@ -61,7 +59,7 @@ def reorder(graph: Graph) -> None:
 
 
 def gather_ahead(graph: Graph) -> None:
-    """Start the gather of each weight before that of :data:`AHEAD` weights earlier is awaited.
+    """Start each weight's gather before that of ``GATHERED_AHEAD`` weights earlier is awaited.
 
     All ranks have to start the collectives of a group in one order. So where a gather goes follows
     from the gathers and waits of weights alone, in which the ranks' graphs are alike, and not from
@@ -70,7 +68,7 @@ def gather_ahead(graph: Graph) -> None:
     """
     gathers = _gathers(graph)
     for at in range(1, len(gathers)):
-        ours, earlier = gathers[at], gathers[max(0, at - AHEAD)]
+        ours, earlier = gathers[at], gathers[max(0, at - GATHERED_AHEAD)]
         place = gathers[at - 1].starts[-1]
         while place not in earlier.waits and place not in ours.starts:
             place = place.next
