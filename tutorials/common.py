@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_tp2d import CommCounter
 from torch_tp2d.comm.groups import BACKEND
+from torch_tp2d.integrations.inductor import overlap_options
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -238,7 +239,7 @@ def wrap_layers(
     """
     if args.compile:
         for layer in layers:
-            layer.compile()
+            layer.compile(options=overlap_options())
     if args.recompute:
         for index, layer in enumerate(layers):
             layers[index] = checkpoint_wrapper(layer)

@@ -384,6 +384,26 @@ def test_compiled_blocks_whose_sizes_no_graph_knows() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.deep
+def test_compiled_steps_beside_eager(tmp_path: Path) -> None:
+    """Each way of each plan is timed, and what they compute is the same."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    sizes = ["--hidden=32", "--heads=4", "--seq=16", "--batch=4", "--layers=1", "--repeats=2"]
+    out = tmp_path / "compiled.json"
+    plans = ["--plans=tp-sp,tp2d", "--grid=2x1", f"--json={out}"]
+    done = subprocess.run(
+        [*torchrun, "benchmarks/compiled.py", *plans, *sizes],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = [(record["plan"], record["way"]) for record in json.loads(out.read_text())]
+    stock = "tp-sp", "tp-sp (efficient reduce-scatter)"
+    wanted = [(plan, way) for way in ("eager", "compiled") for plan in (*stock, "tp2d 2x1")]
+    assert seen == [*wanted, ("tp2d 2x1", "overlapped")]
+
+
 def test_two_checkouts_take_turns() -> None:
     """In every round each plan steps in both, in an order that is the same on every rank."""
     rounds = list(pair.orders(["a", "b"], 5))
