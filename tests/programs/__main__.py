@@ -8,6 +8,7 @@ is where torch_tp2d is taken from, if not from beside ``tests/``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from programs import data, ranks  # noqa: E402
 from programs.data import Program, simpler  # noqa: E402
 from programs.draw import DEEP_GRIDS, GRIDS, programs  # noqa: E402
 from programs.ranks import Outcome, Worlds, shrink  # noqa: E402
+from support import world  # noqa: E402
 
 Kinds = dict[str, list[tuple[Program, Outcome]]]
 
@@ -33,6 +35,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deep", action="store_true", help="grids of up to 9 ranks")
+    parser.add_argument("--compiled", action="store_true", help="compile the blocks")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds for each kind")
     parser.add_argument(
         "--without",
@@ -69,6 +72,7 @@ def _search(worlds: Worlds, options: argparse.Namespace) -> Kinds:
     @hypothesis.given(programs(DEEP_GRIDS if options.deep else GRIDS))
     def draw(program: Program) -> None:
         nonlocal drawn
+        program = dataclasses.replace(program, compiled=options.compiled)
         if any(re.search(pattern, repr(program)) for pattern in options.without):
             return
         drawn += 1
@@ -89,6 +93,8 @@ def _search(worlds: Worlds, options: argparse.Namespace) -> Kinds:
 def main() -> None:
     options = _options()
     ranks.HANGS = options.hangs
+    if options.compiled:
+        world.preload("torch._inductor.compile_fx")
     with Worlds() as worlds:
         if options.program:
             program = eval(options.program, vars(data))

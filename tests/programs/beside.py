@@ -22,6 +22,8 @@ __all__ = ["Beside", "Pending", "Side", "on_dtensors"]
 
 TOLERANCE = 1e-10
 """Of the largest element, and absolute for what is zero but for rounding."""
+PARTITIONED = "aot_eager_decomp_partition"
+"""A backend that decomposes and parts graphs as Inductor does, and runs them without kernels."""
 
 _meshes: dict[tuple[int, int, int, bool], DeviceMesh] = {}
 
@@ -45,13 +47,14 @@ def mesh_of(grid: tuple[int, int], dp: int, embeds: bool) -> DeviceMesh:
 class Side:
     """One model of a program, on one device and on the grid."""
 
-    def __init__(
-        self, model: Model, grid: tuple[int, int], mesh: DeviceMesh, seed: int, fsdp: str
-    ) -> None:
-        self.model, self.plan, self.fsdp = model, Plan(model, grid), bool(fsdp)
+    def __init__(self, model: Model, program: Program, mesh: DeviceMesh, seed: int) -> None:
+        fsdp = program.fsdp
+        self.model, self.plan, self.fsdp = model, Plan(model, program.grid), bool(fsdp)
         self.alone, self.net = (build(model, seed, not fsdp) for _ in range(2))
         drop_as_one_device(self.alone)
         self._parallelize(mesh["tp_row", "tp_col"])
+        for block in self.net.blocks if program.compiled else ():
+            block.compile(backend=PARTITIONED)
         if fsdp:
             for module in (*self.net.blocks, self.net):
                 fully_shard(module, mesh=mesh["dp"], reshard_after_forward=fsdp == "reshard")
@@ -106,13 +109,13 @@ class Beside:
     def __init__(self, program: Program) -> None:
         self.wrong: list[str] = []
         self.now = "plan"
-        self.fsdp = bool(program.fsdp)
+        self.fsdp, self.compiled = bool(program.fsdp), program.compiled
         models = [settled(model, self.fsdp) for model in program.models]
         embeds = any(model.embed is not None for model in models)
         whole = mesh_of(program.grid, program.dp if program.fsdp else 0, embeds)
         self.mesh = whole["tp_row", "tp_col"]
         self.sides = [
-            Side(model, program.grid, whole, seed=10 + index, fsdp=program.fsdp)
+            Side(model, program, whole, seed=10 + index)
             for index, model in enumerate(models)
             if model.blocks or model.head or model.embed
         ]

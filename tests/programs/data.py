@@ -230,6 +230,8 @@ class Program(_Brief):
     dp: int = 1
     rates: bool = False
     """Whether "auto" knows rates by which weights stay where tokens are few."""
+    compiled: bool = False
+    """Whether the blocks are compiled on the grid, as far as torch can."""
 
 
 def simpler(value: Any) -> Any:

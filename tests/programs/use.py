@@ -43,6 +43,9 @@ def play(program: Program) -> list[str]:
     # A CPU has no operators of its own for "fused".
     on_cpu()
     planner.assume(_RATES if program.rates else None)
+    if program.compiled:
+        # The code is the same for all programs, and torch compiles it so often only.
+        torch._dynamo.reset()
     try:
         player = _Player(program)
         if player.sides:
@@ -81,6 +84,13 @@ class _Player(Beside):
             op = _with(op, twice=(), mode=op.mode if op.mode in ("no_grad", "raise") else "train")
         alone, ours = self._input(sides[0], op)
         inputs = alone, ours
+        if self.compiled and op.mode == "selective":
+            # torch compares operators one by one: a block runs in eager, and later as a graph.
+            op = _with(op, mode="full")
+        if self.compiled and alone.is_floating_point():
+            # A graph cannot ask the other ranks.
+            sizes = tuple(alone.shape[:2]) if alone.ndim == 3 else None
+            torch_tp2d.token_sizes(self.mesh, sizes)
         if self.fsdp:
             # What FSDP2 says it does not take, or takes otherwise.
             op = _with(op, twice=(), skip=(), mode=_IN_FSDP.get(op.mode, op.mode))

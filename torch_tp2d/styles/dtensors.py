@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._once import once_differentiable
 from .._torch_compat import dtensor_of, local_tensor, spec_of
 from .._tracing import in_graph
+from ..comm.pending import nothing
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, contiguous_strides, normalize, reduced
 from ..runtime.deferred import undeferred
@@ -124,6 +125,26 @@ class _FromLocal(torch.autograd.Function):
         return local_tensor(grad), None
 
 
+class _FromNothing(torch.autograd.Function):
+    """``from_local()`` in a graph of a shard without elements.
+
+    Where a whole gradient is split, DTensor gives a rank that gets nothing new zeros. They depend
+    on nothing of backward, so the sums that follow would come into that rank's graph of forward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mesh: Any, placements: Any, shape: Any, stride: Any
+    ) -> DTensor:
+        ctx.placements = reduced(placements)
+        return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        there = grad.redistribute(placements=ctx.placements).to_local()
+        return nothing(grad.to_local(), there.shape) + there, None, None, None, None
+
+
 def shard_of(
     x: DTensor,
     grid: Grid,
@@ -181,6 +202,8 @@ def to_dtensor(
     x, shape, placements = x.contiguous(), torch.Size(shape), grid.placements(layout)
     if in_graph():
         stride = contiguous_strides(shape)
+        if not x.numel():
+            return _FromNothing.apply(x, grid.mesh, placements, shape, stride)
         return DTensor.from_local(
             x, grid.mesh, placements, run_check=False, shape=shape, stride=stride
         )

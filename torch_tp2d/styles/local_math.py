@@ -80,7 +80,7 @@ def run_locally(
     of_row, of_col = names_of(grid.axes)
     for (_, name), tensor, is_split, along_col in zip(params, local, split, on_col, strict=True):
         if tensor.grad_fn is not None:
-            sums = of_col if is_split or along_col else frozenset[str]()
+            sums = of_col if is_split or along_col else frozenset()
             hand_out(tensor, Handed(sums=sums | of_row if row else sums, parameter=name))
     _put_in_place(params, local)
     try:

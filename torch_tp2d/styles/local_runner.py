@@ -255,7 +255,7 @@ class LocalRunner(Runner):
         said, grid = said_of(x), self.grid
         if said.layout is None:
             named = (n for n, part in zip(names_of(grid.axes), call.parts, strict=True) if part)
-            shares = frozenset[str]().union(*named)
+            shares: frozenset[str] = frozenset().union(*named)
             known = grid.tokens_of(x)
             return Handed(None, call.layout, y.ndim, grid.axes, known, shares, by=self.by)
         if y.ndim == x.ndim:

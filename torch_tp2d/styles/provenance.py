@@ -112,7 +112,7 @@ def parts_asked(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> tup
     if in_graph() or said.layout is not None:
         return not row.isdisjoint(said.shares), not col.isdisjoint(said.shares)
     notes, _ = notes_of(x, beyond_functions=False)
-    asked = frozenset[str]().union(*(note.shares for note in notes)) & (row | col)
+    asked = frozenset().union(*(note.shares for note in notes)) & (row | col)
     for note in notes if asked else ():
         if along := names_whole(note) & asked:
             raise ValueError(
@@ -148,7 +148,7 @@ def parts_kept(
 def _names(layout: Layout, kind: type, grid: Grid) -> frozenset[str]:
     """The names of the mesh's axes of several ranks along which a layout places so."""
     pairs = zip(grid.several, layout, strict=True)
-    return frozenset[str]().union(*(names for names, p in pairs if isinstance(p, kind)))
+    return frozenset().union(*(names for names, p in pairs if isinstance(p, kind)))
 
 
 def names_whole(note: Handed) -> frozenset[str]:

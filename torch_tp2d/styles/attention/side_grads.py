@@ -44,8 +44,8 @@ def with_whole_grad(
     if not (x.requires_grad and torch.is_grad_enabled() and any(wanted)):
         return x
     names = names_of(grid.axes)
-    asked = frozenset[str]().union(*(of for of, one in zip(names, wanted, strict=True) if one))
-    done = frozenset[str]() if of_user else _summed_behind(x, asked, grid.context, here)
+    asked = frozenset().union(*(of for of, one in zip(names, wanted, strict=True) if one))
+    done = frozenset() if of_user else _summed_behind(x, asked, grid.context, here)
     row, col = (one and not of <= done for one, of in zip(wanted, names, strict=True))
     if not (row or col):
         return x
