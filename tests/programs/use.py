@@ -84,9 +84,9 @@ class _Player(Beside):
             op = _with(op, twice=(), mode=op.mode if op.mode in ("no_grad", "raise") else "train")
         alone, ours = self._input(sides[0], op)
         inputs = alone, ours
-        if self.compiled and op.mode == "selective":
-            # torch compares operators one by one: a block runs in eager, and later as a graph.
-            op = _with(op, mode="full")
+        if self.compiled and op.mode in ("full", "selective"):
+            # torch refuses it where a block runs in parts, which differ when it runs again.
+            op = _with(op, mode="train")
         if self.compiled and alone.is_floating_point():
             # A graph cannot ask the other ranks.
             sizes = tuple(alone.shape[:2]) if alone.ndim == 3 else None
