@@ -24,7 +24,7 @@ from programs.ranks import Worlds, shrink
 from support.marks import deep
 
 COUNT = 50
-DEEP_COUNT, COMPILED_COUNT = 500, 60
+DEEP_COUNT, COMPILED_COUNT = 500, 30
 SHRINKING = 60.0
 """Seconds spent on simplifying a failing program."""
 
