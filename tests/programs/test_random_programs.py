@@ -239,11 +239,39 @@ FOUND = {
         blocks=(Mlp(pooled='mean'),)),), use=(Op(size=(2, 4)), Op(size=(1, 4)), Op('backward')),
         compiled=True)
     """,
-    # frozenset[str]() is no call that Dynamo knows: all of the block ran in parts.
-    "an activation that learns in a compiled block": """
+    # frozenset[str]() is no call that Dynamo knows: the block ran in parts, and ranks waited for
+    # each other in the graphs of these.
+    "a block with Local2D in parts, where a row has no samples": """
         Program(grid=(2, 3), models=(Model(hidden=5, stream='tokens', local=False,
-        blocks=(Mlp(inner=5, beta='local', scale='replicate', mix='unnamed', pooled='mean'),)),),
-        use=(Op(size=(1, 8)), Op(size=(1, 8)), Op('backward')), compiled=True)
+        blocks=(Mlp(inner=5, gate=True, conv=True, fused=True, beta='local',
+        scale='replicate', keyword=True, pooled='mean', dropout='unnamed',
+        up=How(style='stock_colwise', algorithm='bmr', reshard=True),
+        down=How(style='stock_rowwise', dataflow='own', reshard=True)),
+        Attention(heads=1, kv_heads=1, head_dim=3, qk_norm='declared',
+        algorithm='two_phase', conv=True, fused=True, up=How(style='stock_colwise',
+        dataflow='weight_stationary', reshard=False, regather=True),
+        down=How(style='rowwise', dataflow='weight_stationary', reshard=False,
+        local=False))), head=Head(features=5, bias=True, out='tokens',
+        how=How(algorithm='cannon', dataflow='own', local=False))), Model(hidden=6,
+        stream='hidden', local=False, axes='tp_row', blocks=(Mlp(inner=4, gate=True,
+        after='whole', conv=True, fused=True, scale='columns', keyword=True,
+        up=How(algorithm='collective', reshard=False), down=How(style='block',
+        algorithm='bmr', dataflow='own', reshard=False)), Mlp(inner=2, bias=False,
+        after='tokens', scale='replicate', mix='unnamed', up=How(style='stock_colwise',
+        algorithm='fused', dataflow='own', local=False), down=How(style='rowwise',
+        algorithm='fused', dataflow='weight_stationary', reshard=False)), Mlp(inner=2,
+        bias=False, residual=False, conv=True, beta='unnamed', scale='replicate',
+        up=How(style='stock_colwise'), down=How(style='local', algorithm='pipelined',
+        reshard=False, regather=True, local=False))), norm=Norm(style='local',
+        out='features', bias=False, local=False), head=Head(features=2, out='tokens',
+        how=How(style='stock_colwise', reshard=True)))), use=(Op(size=(1, 8), skip=(0,
+        1), again='local', loss='full', index=4), Op(what='exchange', index=6),
+        Op(model=1, size=(5, 1)), Op(what='zero', model=1, how='zeros'), Op(what='log',
+        index=1), Op(what='thaw', index=4), Op(what='exchange', index=4),
+        Op(what='thaw', index=3), Op(what='hook', index=3, how='local'),
+        Op(what='deepcopy'), Op(what='backward', index=2, how='sum'), Op(size=(1, 8),
+        skip=(1,), learns=False, index=3), Op(what='backward', last=True)),
+        fsdp='reshard', compiled=True)
     """,
 }
 """Programs that were wrong, or hung, as they were printed, simplified or not."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._once import once_differentiable
 from .._torch_compat import dtensor_of, local_tensor, spec_of
 from .._tracing import in_graph
-from ..comm.pending import nothing
+from ..comm import nothing
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, contiguous_strides, normalize, reduced
 from ..runtime.deferred import undeferred
