@@ -21,7 +21,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([_here, _root])
 
 import hypothesis  # noqa: E402
 
-from programs import data, ranks  # noqa: E402
+from programs import data  # noqa: E402
 from programs.data import Program, simpler  # noqa: E402
 from programs.draw import DEEP_GRIDS, GRIDS, programs  # noqa: E402
 from programs.ranks import Outcome, Worlds, shrink  # noqa: E402
@@ -44,7 +44,6 @@ def _options() -> argparse.Namespace:
         help="skip programs in whose repr one of these patterns is",
     )
     parser.add_argument("--program", help="run (and shrink) this one alone, given as printed")
-    parser.add_argument("--hangs", type=float, default=ranks.HANGS, help="seconds that are a hang")
     return parser.parse_args()
 
 
@@ -92,7 +91,6 @@ def _search(worlds: Worlds, options: argparse.Namespace) -> Kinds:
 
 def main() -> None:
     options = _options()
-    ranks.HANGS = options.hangs
     if options.compiled:
         world.preload("torch._inductor.compile_fx")
     with Worlds() as worlds:

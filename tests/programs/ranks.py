@@ -13,10 +13,12 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
+
+import psutil
 
 from support import world
 
@@ -24,8 +26,16 @@ from .data import Program
 
 __all__ = ["Outcome", "Worlds"]
 
-HANGS = 45.0
-"""Seconds after which a program is taken to hang; on a crowded machine one may take 20."""
+IDLE = 10.0
+"""Seconds in which ranks that do not compute are taken to hang.
+
+Not seconds that a program takes, which are ten times as many beside other work, or to compile
+blocks.
+"""
+LITTLE = 0.5
+"""Seconds of processors in that time that are no computing: a waiting rank took 0.02."""
+LIMIT = 900.0
+"""Seconds after which a program is taken to hang though its ranks compute."""
 
 _server = mp.get_context(world.START)
 world.preload("programs.use")
@@ -90,7 +100,7 @@ def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> No
     gc.disable()
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
-        device.join(rank, size, store, timedelta(seconds=4 * HANGS))
+        device.join(rank, size, store, timedelta(seconds=LIMIT))
         pipe.send("ready")
         while True:
             program = pipe.recv()
@@ -100,6 +110,33 @@ def _rank(rank: int, size: int, store: str, stacks: str, pipe: Connection) -> No
                 answer = ("raised", type(error).__name__, traceback.format_exc())
             gc.collect()
             pipe.send(answer)
+
+
+class _Patience:
+    """How long ranks are waited for: while any of them computes."""
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self._processes = [psutil.Process(process.pid) for process in processes]
+        self._began = self._looked = time.monotonic()
+        self._computed = self._total()
+
+    def ended(self) -> bool:
+        now = time.monotonic()
+        if now < self._looked + IDLE:
+            return False
+        before, self._computed, self._looked = self._computed, self._total(), now
+        return self._computed < before + LITTLE or now > self._began + LIMIT
+
+    def _total(self) -> float:
+        return sum(map(_seconds_computed, self._processes))
+
+
+def _seconds_computed(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
 
 
 class _Ranks:
@@ -138,23 +175,15 @@ class _Ranks:
         for pipe in self.pipes:
             pipe.send(program)
         answers: dict[int, Any] = {}
-        end = time.monotonic() + HANGS
-        while len(answers) < len(self.pipes):
-            ready = wait(
-                [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers],
-                timeout=max(0.0, end - time.monotonic()),
-            )
-            if not ready:
-                break
-            for pipe in ready:
+        patience = _Patience(self.processes)
+        while len(answers) < len(self.pipes) and not patience.ended():
+            awaited = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            for pipe in wait(awaited, timeout=1.0):
                 rank = self.pipes.index(pipe)
                 try:
                     answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     answers[rank] = ("raised", "Died", "the process died\nDiedError: died")
-                if answers[rank][0] == "raised":
-                    # Eight ranks beside other work took longer than 4 s to write their tracebacks.
-                    end = min(end, time.monotonic() + 15.0)
         return self._outcome(answers)
 
     def _outcome(self, answers: dict[int, Any]) -> Outcome:
