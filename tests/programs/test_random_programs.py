@@ -273,6 +273,12 @@ FOUND = {
         skip=(1,), learns=False, index=3), Op(what='backward', last=True)),
         fsdp='reshard', compiled=True)
     """,
+    # What a column without features made of a style's dropout, in the block before, was refused as
+    # random numbers that ranks with other tokens have alike.
+    "dropout before a column without features": """
+        Program(grid=(2, 2), models=(Model(row_dim=1, blocks=(Mlp(inner=1, scale='replicate',
+        dropout='declared'),)),), use=(Op(twice=(0,), loss='full'),))
+    """,
 }
 """Programs that were wrong, or hung, as they were printed, simplified or not."""
 SLOW = "grid=(3", "grid=(2, 3", "compiled=True"

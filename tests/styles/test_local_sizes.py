@@ -15,12 +15,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import torch_tp2d
 from support import world
+from support.dropout import WholeDropout
 from support.marks import deep
 from support.models import grid_mesh
 from support.one_module import Between, gradients
 from torch_tp2d import (
     Attention2D,
     Colwise2D,
+    Dropout2D,
     Local2D,
     Rowwise2D,
     attention_projections,
@@ -42,6 +44,18 @@ class Sines(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table[self.first : self.first + x.shape[1]]
+
+
+class DroppedSines(Sines):
+    """Drops from the whole table, before it is cut."""
+
+    def __init__(self, dropout: Callable[[float], nn.Module] = nn.Dropout) -> None:
+        super().__init__()
+        self.drop = dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return x + self.drop(self.table[None])[:, self.first : self.first + x.shape[1]]
 
 
 class Positions(nn.Module):
@@ -112,12 +126,14 @@ def _turned(x: Tensor) -> Tensor:
     return torch.cat([-other, one], -1)
 
 
-def _between(stream: Any, style: Any = None) -> Callable[[DeviceMesh], dict[str, Any]]:
+def _between(
+    stream: Any, style: Any = None, name: str = "table"
+) -> Callable[[DeviceMesh], dict[str, Any]]:
     def plan(mesh: DeviceMesh) -> dict[str, Any]:
         return {
             "embed": Rowwise2D(input_layouts=Replicate(), output_layouts=stream),
             "head": Colwise2D(input_layouts=stream, use_local_output=False),
-            **({} if style is None else {"middle.table": style()}),
+            **({} if style is None else {f"middle.{name}": style()}),
         }
 
     return plan
@@ -145,6 +161,10 @@ def _attention(row_dim: int, **own: Any) -> Callable[[DeviceMesh], dict[str, Any
     return plan
 
 
+def _whole_dropout() -> Dropout2D:
+    return Dropout2D(input_layouts=(Replicate(), Replicate()))
+
+
 def _applied_to_a_part() -> Local2D:
     return Local2D(params={"weight": Partial()})
 
@@ -153,9 +173,9 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
     mesh, said = grid_mesh(rows, columns), {}
     split, whole = Shard(1), Replicate()
 
-    def own() -> nn.Module:
+    def own(kind: Callable[[], Sines] = Sines) -> Sines:
         """One that knows the first of this rank's tokens, and goes on from there."""
-        module = Sines()
+        module = kind()
         chunk = -(-length // columns)
         module.first = min(length, chunk * mesh.get_local_rank("tp_col"))
         return module
@@ -164,6 +184,7 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
         ("sines", Sines, _between(split)),
         ("sines of all", Sines, _between(whole)),
         ("sines of one's own part", own, _between(split)),
+        ("dropped", lambda: own(DroppedSines), _between(split, _whole_dropout, "drop")),
         ("positions", Positions, _between(split, _applied_to_a_part)),
         ("positions of all", Positions, _between(whole, torch_tp2d.Replicate)),
         ("noise", Noise, _between(split)),
@@ -183,7 +204,11 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
         ),
     ):
         model = Between(VOCAB, WIDTH, kind).double()
-        reference = Between(VOCAB, WIDTH, Sines).double() if kind is own else copy.deepcopy(model)
+        reference = copy.deepcopy(model)
+        if isinstance(model.middle, Sines):
+            reference.middle.first = 0
+        if isinstance(model.middle, DroppedSines):
+            reference.middle.drop = WholeDropout(model.middle.drop.p)
         ids = torch.randint(0, VOCAB, (4, length), generator=torch.Generator().manual_seed(1))
         try:
             parallelize_module(model, mesh, plan(mesh))
@@ -207,6 +232,8 @@ def test_what_is_made_by_the_sizes_of_a_part(rows: int, columns: int, length: in
 
     Slopes that are learned, each rank's own, were refused where a mask hides tokens by the least
     number there is: beside it they were rounded away. So were T5 and Swin.
+
+    What was made of a style's dropout counted as random numbers that are the same on all ranks.
 
     Samples dropped by a row's own random numbers were those of all rows alike.
 

@@ -138,6 +138,15 @@ def test_distances_of_two_that_are_split() -> None:
     assert own_dims(call, [(x, FEATURES), (y, FEATURES)]) == []
 
 
+def test_what_has_no_elements() -> None:
+    """A column without features took its tokens for what no entry changes, so for not split.
+
+    They met those of the other columns as if they were whole, and a right program was refused.
+    """
+    x = torch.zeros(4, 5, 0, device=DEVICE)
+    assert own_dims(Call(F.gelu, "gelu", (x,), {}, [x]), [(x, 1)]) is None
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_what_grows_as_a_sum_does(name: str) -> None:
     f, wanted = LINEAR[name]

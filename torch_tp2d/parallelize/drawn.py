@@ -1,4 +1,7 @@
-"""Random numbers that the user's code draws: for other parts ranks of one seed draw the same."""
+"""Random numbers that the user's code draws: for other parts ranks of one seed draw the same.
+
+Not those of a style, whose dropout draws one key on all ranks, and other masks from it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import disable_current_modes
-from .user_code import Call
+from .user_code import Call, place_of
 
 __all__ = ["Drawn", "state_before"]
 
@@ -21,7 +24,7 @@ _DRAW = (
 
 def state_before(call: Call) -> Tensor | None:
     """The state of the generator that a call is about to draw from, two rows of it; else None."""
-    if call.name.strip("_").removesuffix("_like") not in _DRAW:
+    if call.name.strip("_").removesuffix("_like") not in _DRAW or place_of() is None:
         return None
     generator = call.kwargs.get("generator")
     with disable_current_modes():

@@ -42,7 +42,7 @@ def own_dims(call: Call, parts: Sequence[tuple[Tensor, int]]) -> list[int] | Non
     sizes = {x.shape[dim] for x, dim in parts}
     among = {id(x) for x, _ in parts}
     others = [x for x in _tensors(call.args, call.kwargs) if id(x) not in among]
-    if size < 2 or any(one % size for one in sizes):
+    if size < 2 or any(one % size for one in sizes) or not all(x.numel() for x, _ in parts):
         return None
     # What another tensor has for each entry tells them apart by right.
     by_place = not any(size in x.shape for x in others)
