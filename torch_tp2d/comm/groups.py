@@ -49,6 +49,7 @@ __all__ = [
     "gather_facts",
     "gathering_facts",
     "inherit_timeout",
+    "is_pretended",
     "own_group",
     "sends",
 ]
@@ -147,6 +148,11 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
             set_timeout(wanted, group)
 
 
+def is_pretended(mesh: DeviceMesh) -> bool:
+    """Whether the process groups of a mesh are torch's fake ones, on which nothing is ever sent."""
+    return dist.get_backend(mesh.get_group(0)) == "fake"
+
+
 def sends(mesh: DeviceMesh) -> bool:
     """Whether the ranks of a mesh exchange data that Python can look at.
 
@@ -154,8 +160,7 @@ def sends(mesh: DeviceMesh) -> bool:
     """
     if in_graph():
         return False
-    fake = dist.get_backend(mesh.get_group(0)) == "fake"
-    return not fake and active_fake_mode() is None
+    return not is_pretended(mesh) and active_fake_mode() is None
 
 
 def gather_facts(facts: Tensor, group: dist.ProcessGroup) -> Tensor:

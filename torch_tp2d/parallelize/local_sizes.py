@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch_compat import constant_in_graphs, tree_leaves
 from .._tracing import eager_only, in_graph
-from ..comm.groups import sends
+from ..comm.groups import is_pretended, sends
 from ..mesh.grid import Grid
 from ..runtime.context import context_of, in_backward
 from .first_forward import remove_hooks
@@ -62,6 +62,8 @@ class LocalSizes:
 
     @classmethod
     def watch(cls, module: nn.Module, mesh: DeviceMesh) -> None:
+        if is_pretended(mesh):
+            return
         hooks = cls(mesh)
         module.register_forward_pre_hook(hooks.begins)
         module.register_forward_hook(hooks.compares)
