@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torch_tp2d.mesh.layouts import as_layout, chunk_sizes, nested_chunk_sizes, normalize, steps
+from torch_tp2d.mesh.layouts import (
+    as_layout,
+    chunk_sizes,
+    nested_chunk_sizes,
+    normalize,
+    same_layout,
+    same_placement,
+    steps,
+)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 12, 13, 50257])
@@ -39,6 +47,17 @@ def test_normalize_counts_dims_from_the_front() -> None:
     assert normalize((Shard(0), Shard(-1)), 3) == (Shard(0), Shard(2))
     with pytest.raises(ValueError, match="shards dim 2 of a 2-dim tensor"):
         normalize((Shard(0), Shard(2)), 2)
+
+
+def test_placements_are_the_same_as_torch_says() -> None:
+    """All pairs, of kinds and of dims; torch takes long to tell two kinds apart."""
+    of_all_kinds = [Shard(0), Shard(1), Replicate(), Partial(), Partial("max")]
+    copies = [Shard(0), Shard(1), Replicate(), Partial(), Partial("max")]
+    for a in of_all_kinds:
+        for b in copies:
+            assert same_placement(a, b) == (a == b)
+            assert same_layout((a, Shard(1)), (b, Shard(1))) == (a == b)
+            assert same_layout((Shard(1), a), (Shard(1), b)) == (a == b)
 
 
 def test_an_inner_shard_is_undone_before_the_outer_one_changes() -> None:

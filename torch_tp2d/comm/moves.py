@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._once import once_differentiable
 from .._torch_compat import unviewed
 from .._tracing import in_graph
+from ..mesh.layouts import same_placement
 from .axis import Axis
 from .fused import reshard_fused
 from .transfers import all_gather, all_reduce, all_to_all, reduce_scatter
@@ -42,7 +43,7 @@ class _Move(torch.autograd.Function):
         ctx.grads = dst_grad, src_grad
         moved = _raw_move(x, axis, src, dst, sizes)
         # What has not moved is the giver's memory: of that autograd has to see what is written.
-        return moved if src == dst or in_graph() else unviewed(moved)
+        return moved if in_graph() or same_placement(src, dst) else unviewed(moved)
 
     @staticmethod
     @once_differentiable
@@ -55,7 +56,7 @@ class _Move(torch.autograd.Function):
 def _raw_move(
     x: Tensor, axis: Axis, src: Placement, dst: Placement, sizes: dict[int, Sequence[int]]
 ) -> Tensor:
-    if src == dst:
+    if same_placement(src, dst):
         return x.view_as(x)
     match src, dst:
         case Shard(), Replicate():
@@ -112,7 +113,7 @@ def move(
         raise AssertionError(f"only a replicated result has a partial gradient, not {dst}")
     dst_grad: Placement = Partial() if partial_grad else _grad_of(dst)
     src_grad = _grad_of(src)
-    if src == dst and src_grad == dst_grad:
+    if same_placement(src, dst) and same_placement(src_grad, dst_grad):
         return x
     return _Move.apply(x, axis, src, dst, src_grad, dst_grad, sizes)
 

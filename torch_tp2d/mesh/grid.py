@@ -27,6 +27,7 @@ from .layouts import (
     describe_mesh,
     moves_dim,
     normalize,
+    same_layout,
     shards_dim,
     steps,
 )
@@ -165,7 +166,9 @@ class Grid:
         None if the layouts agree, or if no style has handed ``x`` out. The same on every rank.
         """
         _, layout, _, axes, *_ = said_of(x)
-        if layout is None or axes is None or (axes == self.axes and layout == declared):
+        if layout is None or axes is None:
+            return None
+        if axes == self.axes and same_layout(layout, declared):
             return None
         handed, declared = (
             on_mesh(normalize(layout, x.ndim), of)
@@ -361,7 +364,7 @@ class Grid:
                 the result is partial.
         """
         src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
-        if src == dst and not any(partial_grad):
+        if same_layout(src, dst) and not any(partial_grad):
             return x
         extents: dict[int, int] = {}
         for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard)}:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import spec_for
-from .._tracing import static
+from .._tracing import in_graph, static
 
 __all__ = [
     "BLOCK",
@@ -56,6 +56,8 @@ __all__ = [
     "normalize",
     "reduced",
     "row_layout",
+    "same_layout",
+    "same_placement",
     "shards_dim",
     "steps",
 ]
@@ -146,6 +148,20 @@ def is_pair(value: Any) -> bool:
     return not isinstance(value, Placement | None) and len(tuple(value)) == 2
 
 
+def same_placement(a: Placement, b: Placement) -> bool:
+    """``a == b``, for what every call of a module compares.
+
+    torch 2.13 takes 3 to 7 us to tell placements of two kinds apart, and 0.2 us for one kind.
+    """
+    # Dynamo of torch 2.12 compares no types.
+    return (in_graph() or type(a) is type(b)) and a == b
+
+
+def same_layout(a: Layout, b: Layout) -> bool:
+    """``a == b``, by :func:`same_placement`."""
+    return same_placement(a[0], b[0]) and same_placement(a[1], b[1])
+
+
 def normalize(layout: Layout, ndim: int) -> Layout:
     """``layout`` with every shard dim counted from the front of an ``ndim``-dim tensor.
 
@@ -179,8 +195,8 @@ def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
     other axis smaller. Where both axes shard one dim the shards of ``tp_col`` lie inside those of
     ``tp_row``, so ``tp_row`` may only change while ``tp_col`` does not shard that dim.
     """
-    row_changes = src[0] != dst[0]
-    gathers_col = isinstance(src[1], Shard) and isinstance(dst[1], Replicate)
+    row_changes = not same_placement(src[0], dst[0])
+    gathers_col = src[1].is_shard() and dst[1].is_replicate()
     row_dims = {p.dim for p in (src[0], dst[0]) if isinstance(p, Shard)} if row_changes else set()
     taken: list[tuple[Layout, Layout, int]] = []
     now = src

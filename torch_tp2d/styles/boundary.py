@@ -9,16 +9,22 @@ Several consumers of one tensor (q, k and v; w1 and w3) use one gather and one r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._tracing import in_graph, static
-from ..mesh.axes import on_mesh
+from .._tracing import in_graph
 from ..mesh.grid import Grid, Sizes, describe_mesh
-from ..mesh.layouts import Layout, normalize, reduced
+from ..mesh.layouts import (
+    Layout,
+    normalize,
+    reduced,
+    same_layout,
+    same_placement,
+    shards_dim,
+)
 from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
 from ..runtime.reductions import of_pass
@@ -26,10 +32,10 @@ from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .dtensors import shard_of, to_dtensor
 from .module_kinds import describe_module, needs_input
-from .provenance import check_made_of, parts_asked
+from .provenance import check_handed, parts_asked
 from .twins import twin_of
 
-__all__ = ["Entry", "Exit", "check_handed", "dims_needed", "shards_of"]
+__all__ = ["Entry", "Exit", "dims_needed", "shards_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +64,14 @@ class Entry:
     certain: bool = False
     given_to_all: bool = False
     fuses: bool = False
+    _layouts: dict[int, tuple[Layout, Layout]] = field(default_factory=dict, repr=False)
+
+    def layouts(self, ndim: int) -> tuple[Layout, Layout]:
+        """``declared`` and ``wanted`` of an ``ndim``-dim input, with dims counted from the front.
+
+        Kept, as every call asks.
+        """
+        return _normalized(self._layouts, self.declared, self.wanted, ndim)
 
     def shard(self, x: Tensor, module: nn.Module) -> Tensor:
         """An input as the local shard that the op takes.
@@ -86,8 +100,9 @@ class Entry:
             grid.layout(x, self.row_dim)
             return
         self.check_local(x, module)
-        if self.declared != self.wanted:
-            grid.check_part(grid.without_stand_in(x, self.declared), self.declared, self.wanted)
+        declared, wanted = self.layouts(x.ndim)
+        if not same_layout(declared, wanted):
+            grid.check_part(grid.without_stand_in(x, declared), declared, wanted)
 
     def check_local(self, x: Tensor, module: nn.Module) -> None:
         """Refuse a local tensor that lies otherwise, or has other features than this rank's.
@@ -95,11 +110,11 @@ class Entry:
         Raises:
             ValueError: if it does, before anything is sent.
         """
-        grid = self.grid
-        check_handed(x, self.declared, module, grid, certain=self.certain)
+        grid, (layout, _) = self.grid, self.layouts(x.ndim)
+        check_handed(x, layout, module, grid, certain=self.certain)
         if self.features is None or in_graph():
             return
-        layout, size = normalize(self.declared, x.ndim), self.features
+        size = self.features
         for axis, placement in zip((grid.row, grid.col), layout, strict=True):
             if placement.is_shard(x.ndim - 1):
                 size = axis.split(size)[axis.index]
@@ -136,18 +151,19 @@ class Entry:
 
 
 def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Tensor | Shared:
-    grid, declared, wanted = entry.grid, entry.declared, entry.wanted
+    grid = entry.grid
     features, whole_grad = entry.features, entry.whole_grad
     given, shape, own_account = x, None, (False, False)
     if isinstance(x, DTensor):
         x = canonical(x, sums=True)
         declared = normalize(grid.layout(x, entry.row_dim), x.ndim)
+        wanted = normalize(entry.wanted, x.ndim)
         if x.device_mesh == grid.mesh:
             shape = tuple(x.shape)
         if x.device_mesh == grid.mesh and x.is_floating_point():
             # A DTensor can carry a partial gradient, so no collective is needed for it here.
             own_row, own_col = (
-                isinstance(have, Replicate) and isinstance(want, Replicate) and not whole_grad
+                have.is_replicate() and want.is_replicate() and not whole_grad
                 for have, want in zip(declared, wanted, strict=True)
             )
             own_account = own_row, own_col
@@ -156,36 +172,37 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
                 for own, placement in zip(own_account, reduced(declared), strict=True)
             )
             placements = grid.placements((on_row, on_col))
-            moves = zip((grid.row, grid.col), declared, normalize(wanted, x.ndim), strict=True)
-            kept = all(axis.size == 1 or have == want for axis, have, want in moves)
+            moves = zip((grid.row, grid.col), declared, wanted, strict=True)
+            kept = all(axis.size == 1 or same_placement(have, want) for axis, have, want in moves)
             needed = needs_input(module)
             x = shard_of(x, grid, grad_placements=placements, needed=needed, kept=kept)
         else:
             x = x.to_local()
     else:
+        declared, wanted = entry.layouts(x.ndim)
         if not pipelined or in_graph():
             entry.check_local(x, module)
         own_account = parts_asked(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
         if any(own_account):
             x, declared = _with_own_parts(x, entry, own_account, module)
-    declared, wanted = normalize(declared, x.ndim), normalize(wanted, x.ndim)
-    if declared == wanted:
+    if same_layout(declared, wanted):
         twin = twin_of(given, declared, grid.context)
         if twin is not None:
             return twin.value() if isinstance(twin, Shared) and not pipelined else twin
     summed = x.is_floating_point() and not whole_grad
     row_grad, col_grad = (
-        summed and isinstance(want, Replicate) and not own
+        summed and want.is_replicate() and not own
         for want, own in zip(wanted, own_account, strict=True)
     )
     by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
-    in_rounds = pipelined and by_rows and declared[0] == wanted[0]
+    row_stays = same_placement(declared[0], wanted[0])
+    in_rounds = pipelined and by_rows and row_stays
     if in_graph() and in_rounds and col_grad and grid.col.size > 1:
         return Shared(x, shards_of(x, declared, grid, features, shape, fuses=entry.fuses))
     shares = (
         col_grad
-        and (grid.col.size > 1 or declared[0] != wanted[0])
+        and (grid.col.size > 1 or not row_stays)
         and not in_graph()
         and not given.is_inference()
         # Not for a leaf: the kept result would refer back to it, and so keep it alive, through the
@@ -242,8 +259,7 @@ def _with_own_parts(
     Raises:
         ValueError: where the op gives a whole gradient, or splits a dim that is split already.
     """
-    grid = entry.grid
-    declared, wanted = normalize(entry.declared, x.ndim), normalize(entry.wanted, x.ndim)
+    grid, (declared, wanted) = entry.grid, entry.layouts(x.ndim)
     have = list(declared)
     for at, axis in enumerate((grid.row, grid.col)):
         want = wanted[at]
@@ -261,58 +277,6 @@ def _with_own_parts(
             x = x.narrow(want.dim, sum(sizes[: axis.index]), sizes[axis.index])
             have[at] = want
     return x, (have[0], have[1])
-
-
-def check_handed(
-    x: Tensor,
-    declared: Layout,
-    module: nn.Module,
-    grid: Grid,
-    *,
-    certain: bool = False,
-    takes_fused: bool = False,
-) -> None:
-    """Refuse a local tensor that a style has handed out in another layout than is declared.
-
-    And one that is made of such: :func:`~torch_tp2d.styles.provenance.check_made_of`.
-
-    Args:
-        takes_fused: the module may take features of several projections, of each a part.
-
-    Raises:
-        ValueError: on every rank alike.
-    """
-    misfit = grid.misfit(x, declared)
-    if misfit is not None:
-        handed, wanted = misfit
-        raise ValueError(
-            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
-            f"layout {wanted}, but the module before it hands on one of shape {tuple(x.shape)} in "
-            f"layout {handed}: give one of them the other's input_layouts or output_layouts "
-            f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
-            f"use_local_output=False"
-        )
-    watch = grid.context.watch
-    if watch is not None and not certain:
-        layout = normalize(declared, x.ndim)
-        there = on_mesh(layout, grid.axes)
-        elsewhere = watch.lies_elsewhere(x, there)
-        held = watch.holds(x, there, takes_fused=takes_fused)
-        # Only then: what describes a module computes what is parametrized of it.
-        given = elsewhere or held
-        given = given and (
-            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
-            f"layout {layout}, but is given one of shape {tuple(x.shape)}"
-        )
-        if elsewhere:
-            raise ValueError(
-                f"{given} {elsewhere}: write what moves the dims as a module under "
-                f"torch_tp2d.Replicate(), have the module before it hand on a DTensor, which knows "
-                f"its dims (use_local_output=False), or say by input_layouts how it lies"
-            )
-        if held:
-            watch.refuses(given + held)
-    check_made_of([x], declared, module, grid, certain=certain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,6 +302,11 @@ class Exit:
     grad_layouts: Layout | None = None
     by: str = ""
     fused: bool = False
+    _layouts: dict[int, tuple[Layout, Layout]] = field(default_factory=dict, repr=False)
+
+    def layouts(self, ndim: int) -> tuple[Layout, Layout]:
+        """``have`` and ``wanted`` of an ``ndim``-dim result, as :meth:`Entry.layouts`."""
+        return _normalized(self._layouts, self.have, self.wanted, ndim)
 
     def output(
         self,
@@ -355,8 +324,9 @@ class Exit:
         """
         grid, features = self.grid, self.features
         shape = None if sizes is None else (*sizes, features)
-        src = normalize(self.have if have is None else have, y.ndim)
-        wanted = normalize(self.wanted, y.ndim)
+        src, wanted = self.layouts(y.ndim)
+        if have is not None:
+            src = normalize(have, y.ndim)
         shares = [False, False]
         if self.use_local_output and self.grad_layouts is not None:
             for axis in (0, 1):
@@ -374,8 +344,18 @@ class Exit:
         return to_dtensor(y, wanted, grid, shape, features)
 
 
+def _normalized(
+    known: dict[int, tuple[Layout, Layout]], before: Layout, after: Layout, ndim: int
+) -> tuple[Layout, Layout]:
+    if in_graph():
+        return normalize(before, ndim), normalize(after, ndim)
+    if ndim not in known:
+        known[ndim] = normalize(before, ndim), normalize(after, ndim)
+    return known[ndim]
+
+
 def dims_needed(entry: Entry, exit: Exit) -> int:
     """The dims of an input of which ``tp_row`` splits a dim of tokens, and not the features."""
-    row = Shard(static(entry.row_dim))
-    splits = row in (*entry.declared, *entry.wanted, *exit.have, *exit.wanted)
+    layouts = (*entry.declared, *entry.wanted, *exit.have, *exit.wanted)
+    splits = any(shards_dim(placement, entry.row_dim) for placement in layouts)
     return 2 + (entry.row_dim if splits else 0)

@@ -29,6 +29,8 @@ class _Canonical(torch.autograd.Function):
 
 def _canonical_placements(x: DTensor, sums: bool) -> list[Placement]:
     def is_kept(p: Placement) -> bool:
+        if p.is_replicate():
+            return True
         if isinstance(p, Partial):
             return sums and p.reduce_op == "sum"
         return not isinstance(p, StridedShard)

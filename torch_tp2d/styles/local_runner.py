@@ -18,14 +18,13 @@ from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, hand_out, said_of
 from ..mesh.layouts import Layout, normalize, row_layout
 from .base import AS_INPUT, Resolved, Runner
-from .boundary import check_handed
 from .dtensors import to_dtensor
 from .local_math import run_locally
 from .masks import Masks
 from .mixed_tokens import refusing_mixed
 from .module_kinds import describe_module
 from .own_dropout import OwnDropout
-from .provenance import parts_asked
+from .provenance import check_handed, parts_asked
 from .surroundings import layout_made_of, tokens_by_sizes
 
 if TYPE_CHECKING:

@@ -24,7 +24,66 @@ from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
 from .mixed_tokens import tell_mixed
 from .module_kinds import describe_module
 
-__all__ = ["check_made_of", "names_split", "names_whole", "parts_asked", "parts_kept"]
+__all__ = [
+    "check_handed",
+    "check_made_of",
+    "names_split",
+    "names_whole",
+    "parts_asked",
+    "parts_kept",
+]
+
+
+def check_handed(
+    x: Tensor,
+    declared: Layout,
+    module: nn.Module,
+    grid: Grid,
+    *,
+    certain: bool = False,
+    takes_fused: bool = False,
+) -> None:
+    """Refuse a local tensor that a style has handed out in another layout than is declared.
+
+    And one that is made of such: :func:`check_made_of`.
+
+    Args:
+        takes_fused: the module may take features of several projections, of each a part.
+
+    Raises:
+        ValueError: on every rank alike.
+    """
+    misfit = grid.misfit(x, declared)
+    if misfit is not None:
+        handed, wanted = misfit
+        raise ValueError(
+            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
+            f"layout {wanted}, but the module before it hands on one of shape {tuple(x.shape)} in "
+            f"layout {handed}: give one of them the other's input_layouts or output_layouts "
+            f"(PrepareModuleInput gathers for several), or hand on a DTensor, which knows its own: "
+            f"use_local_output=False"
+        )
+    watch = grid.context.watch
+    if watch is not None and not certain:
+        layout = normalize(declared, x.ndim)
+        there = on_mesh(layout, grid.axes)
+        elsewhere = watch.lies_elsewhere(x, there)
+        held = watch.holds(x, there, takes_fused=takes_fused)
+        # Only then: what describes a module computes what is parametrized of it.
+        given = elsewhere or held
+        given = given and (
+            f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} takes a local tensor in "
+            f"layout {layout}, but is given one of shape {tuple(x.shape)}"
+        )
+        if elsewhere:
+            raise ValueError(
+                f"{given} {elsewhere}: write what moves the dims as a module under "
+                f"torch_tp2d.Replicate(), have the module before it hand on a DTensor, which knows "
+                f"its dims (use_local_output=False), or say by input_layouts how it lies"
+            )
+        if held:
+            watch.refuses(given + held)
+    check_made_of([x], declared, module, grid, certain=certain)
 
 
 def check_made_of(
@@ -104,8 +163,8 @@ def parts_asked(x: Tensor, layout: Layout, module: nn.Module, grid: Grid) -> tup
         ValueError: if ``x`` is also made of what is to be given a whole gradient.
     """
     row, col = grid.several
-    row = row if isinstance(layout[0], Replicate) else frozenset()
-    col = col if isinstance(layout[1], Replicate) else frozenset()
+    row = row if layout[0].is_replicate() else frozenset()
+    col = col if layout[1].is_replicate() else frozenset()
     if not (row or col):
         return False, False
     said = said_of(x)

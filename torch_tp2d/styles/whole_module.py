@@ -15,12 +15,11 @@ from torch.distributed.tensor.placement_types import Placement
 from .._torch_compat import parameters_of, tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import hand_out, said_of
-from ..mesh.layouts import Layout, normalize
+from ..mesh.layouts import Layout, normalize, shards_dim
 from ..runtime.prefetch import Prepared, prepare_parameters
 from ..runtime.versions import guard_in_backward
 from .base import AS_INPUT, AT_FIRST_FORWARD, Resolved, Runner, first_tensor
 from .beside import WrittenInto, beside
-from .boundary import check_handed
 from .canonical import canonical
 from .compared_inputs import compare_over_ranks
 from .dtensors import local_shards, shard_of, to_dtensor
@@ -35,7 +34,7 @@ from .local_math import (
 from .masks import Masks
 from .module_kinds import describe_module, is_conv1d, is_linear, needs_input
 from .own_dropout import OwnDropout
-from .provenance import parts_asked
+from .provenance import check_handed, parts_asked
 from .surroundings import UNKNOWN, Surroundings
 from .whole_samples import pass_by_nothing, run_mixing, run_on_samples, runs_alone
 
@@ -315,7 +314,11 @@ class WholeRunner(Runner):
 
     def _takes_tokens(self, x: Tensor, layout: Layout) -> bool:
         """Whether the module takes tokens one by one, and ``layout`` does not split features."""
-        return self.locally is not None and Shard(x.ndim - 1) not in normalize(layout, x.ndim)
+        if self.locally is None:
+            return False
+        row, col = normalize(layout, x.ndim)
+        features = x.ndim - 1
+        return not (shards_dim(row, features) or shards_dim(col, features))
 
     def _locally(self, module: Any, x: Tensor, layout: Layout) -> Tensor:
         """Run the module on a local shard, without the cost of DTensor's dispatch."""

@@ -202,6 +202,8 @@ def _write(
 
 def _matrices(x: Tensor, dim: int) -> Tensor:
     """``x[..., P]`` as ``[batch, tokens, P]``: the dims before ``dim``, and those from it on."""
+    if dim == 1 and x.ndim == 3:
+        return x
     *tokens, features = x.shape
     return x.reshape(math.prod(tokens[:dim]), math.prod(tokens[dim:]), features)
 

@@ -15,10 +15,9 @@ from ..._tracing import in_graph, static
 from ...mesh.grid import describe_mesh
 from ...mesh.handed import Handed, hand_out, made_of, notes_of, said_of
 from ...mesh.layouts import TP_COL, TP_ROW, Layout, normalize
-from ..boundary import check_handed
 from ..gathered_inputs import gather_for_module
 from ..module_kinds import describe_module
-from ..provenance import parts_kept
+from ..provenance import check_handed, parts_kept
 from .flex import Share, own_blocks
 from .side_grads import with_whole_grad
 

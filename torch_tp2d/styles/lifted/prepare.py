@@ -15,16 +15,15 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleO
 from ..._tracing import eager_only
 from ...comm.groups import sends
 from ...mesh.grid import Grid, describe_mesh
-from ...mesh.layouts import Layout, as_layout, normalize
+from ...mesh.layouts import Layout, as_layout, normalize, same_layout, same_placement
 from ..base import GridStyle, Resolved, Runner
-from ..boundary import check_handed
 from ..canonical import canonical
 from ..compared_inputs import facts_of_all
 from ..dtensors import shard_of, to_dtensor
 from ..gathered_inputs import gather_for_module
 from ..linear import Colwise2D
 from ..module_kinds import describe_module
-from ..provenance import parts_kept
+from ..provenance import check_handed, parts_kept
 
 __all__ = ["LiftedPrepare"]
 
@@ -186,7 +185,7 @@ class _Hook:
             on_row = self.grid.layout(value, self.row_dim)[0]
             value = canonical(value, sums=True)
             known = normalize(self.grid.layout(value, self.row_dim), value.ndim)
-            stays = given.have[0] == given.want[0] and type(on_row) is type(known[0])
+            stays = same_placement(given.have[0], given.want[0]) and type(on_row) is type(known[0])
             stays &= not known[0].is_partial()
             if value.device_mesh != self.grid.mesh:
                 if given.is_same:
@@ -195,7 +194,7 @@ class _Hook:
             # A DTensor knows how tp_row splits it, and that is kept.
             want_layout = (known[0], want_layout[1]) if stays else want_layout
             have_layout = known
-        elif given.is_same and have_layout == want_layout and use_local:
+        elif given.is_same and same_layout(have_layout, want_layout) and use_local:
             return value
         parts = False, False
         if not isinstance(value, DTensor):
@@ -208,8 +207,9 @@ class _Hook:
             shape, value = tuple(value.shape), shard_of(value, self.grid)
         else:
             value = self.grid.without_stand_in(value, have_layout)
-        gathers = isinstance(want_layout[1], Replicate) and isinstance(have_layout[1], Shard)
-        if gathers and have_layout[0] == want_layout[0] and self.styles_inside:
+        gathers = want_layout[1].is_replicate() and have_layout[1].is_shard()
+        stays = same_placement(have_layout[0], want_layout[0])
+        if gathers and stays and self.styles_inside:
             return gather_for_module(value, have_layout, self.by, self.grid, shape, parts)
         moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
         return self.grid.with_stand_in(moved, want_layout, sizes, shares=parts, by=self.by)

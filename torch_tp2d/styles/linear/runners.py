@@ -13,9 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._tracing import in_graph, static
 from ...comm import Pending, reshard_fused_grad
-from ...mesh import layouts
 from ...mesh.grid import Grid
-from ...mesh.layouts import STATIONARY, Layout
+from ...mesh.layouts import STATIONARY, Layout, same_placement
 from ...ops import matmul
 from ...ops.matmul import ALGORITHMS, IN_ROUNDS, Call, Cut, LinearOp, Shards, linear2d
 from ...ops.matmul.call import low_precision
@@ -205,16 +204,18 @@ class LinearRunner(_OpRunner):
         of_a_row[self.row_dim] = self.grid.row.split(tokens[self.row_dim])[0]
         longest = math.prod(of_a_row)
         features = self.in_features
-        if not isinstance(self.entry.wanted[1], Replicate):
+        if not self.entry.wanted[1].is_replicate():
             features = cut.col.split(features)[column]
         return cut.p * cut.col.split(cut.q)[column] <= longest * features
 
     def _leaves_by(self, shape: torch.Size) -> Shards | None:
         """The shards to which a partial result is reduce-scattered, if the output splits tokens."""
-        row, col = layouts.normalize(self.exit.wanted, len(shape))
         if not self.exit.have[1].is_partial() or self.grid.col.size == 1:
             return None
-        if not isinstance(col, Shard) or col.dim == len(shape) - 1 or row != self.exit.have[0]:
+        _, (row, col) = self.exit.layouts(len(shape))
+        if col.is_replicate() or not isinstance(col, Shard) or col.dim == len(shape) - 1:
+            return None
+        if not same_placement(row, self.exit.have[0]):
             return None
         return Shards(col.dim, self.axis.split(shape[col.dim]), self.axis)
 
