@@ -151,7 +151,7 @@ def is_pair(value: Any) -> bool:
 def same_placement(a: Placement, b: Placement) -> bool:
     """``a == b``, for what every call of a module compares.
 
-    torch 2.13 takes 3 to 7 us to tell placements of two kinds apart, and 0.2 us for one kind.
+    torch 2.13 takes 3 us to tell placements of two kinds apart, and 0.15 us for one kind.
     """
     # Dynamo of torch 2.12 compares no types.
     return (in_graph() or type(a) is type(b)) and a == b
