@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import torch_tp2d
 from support import world
 from support.dropout import WholeDropout
+from support.fake import fake_grid
 from support.marks import deep
 from support.models import grid_mesh
 from support.one_module import Between, gradients
@@ -28,6 +29,7 @@ from torch_tp2d import (
     attention_projections,
     parallelize_module,
 )
+from torch_tp2d._torch_compat import forward_hooks, forward_pre_hooks
 
 WIDTH, HEADS, VOCAB = 24, 4, 11
 
@@ -261,3 +263,15 @@ def test_what_is_made_by_the_sizes_of_a_part(rows: int, columns: int, length: in
         if columns == HEADS:
             said = {k: v for k, v in said.items() if not k.startswith(("slopes", "written"))}
         assert set(said.values()) == {"differs by False"}, "\n".join(map(str, said.items()))
+
+
+def test_the_hooks_of_a_first_forward_are_gone_after_it() -> None:
+    """On a fake process group they stayed, and were called in each step that was timed on one."""
+    with fake_grid(2, 2) as mesh:
+        plan = {"0": Colwise2D(), "2": Rowwise2D()}
+        mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        model = parallelize_module(mlp, mesh, plan)
+        model(torch.randn(2, 3, WIDTH)).sum().backward()
+        hooks = [*forward_pre_hooks(model).values(), *forward_hooks(model).values()]
+        owners = {type(getattr(hook, "__self__", hook)).__name__ for hook in hooks}
+    assert owners == {"Forward", "DenseParameters"}
