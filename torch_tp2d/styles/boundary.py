@@ -17,14 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._tracing import in_graph
 from ..mesh.grid import Grid, Sizes, describe_mesh
-from ..mesh.layouts import (
-    Layout,
-    normalize,
-    reduced,
-    same_layout,
-    same_placement,
-    shards_dim,
-)
+from ..mesh.layouts import Layout, normalize, reduced, same_layout, same_placement, shards_dim
 from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
 from ..runtime.reductions import of_pass

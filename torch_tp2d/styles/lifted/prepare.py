@@ -208,8 +208,8 @@ class _Hook:
         else:
             value = self.grid.without_stand_in(value, have_layout)
         gathers = want_layout[1].is_replicate() and have_layout[1].is_shard()
-        stays = same_placement(have_layout[0], want_layout[0])
-        if gathers and stays and self.styles_inside:
+        row_stays = same_placement(have_layout[0], want_layout[0])
+        if gathers and row_stays and self.styles_inside:
             return gather_for_module(value, have_layout, self.by, self.grid, shape, parts)
         moved = self.grid.redistribute(value, have_layout, want_layout, shape=shape)
         return self.grid.with_stand_in(moved, want_layout, sizes, shares=parts, by=self.by)

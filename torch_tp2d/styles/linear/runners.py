@@ -213,7 +213,7 @@ class LinearRunner(_OpRunner):
         if not self.exit.have[1].is_partial() or self.grid.col.size == 1:
             return None
         _, (row, col) = self.exit.layouts(len(shape))
-        if col.is_replicate() or not isinstance(col, Shard) or col.dim == len(shape) - 1:
+        if not isinstance(col, Shard) or col.dim == len(shape) - 1:
             return None
         if not same_placement(row, self.exit.have[0]):
             return None
