@@ -18,8 +18,8 @@ Cases:
     m0.5 ... m32               4 ranks, 200 Mbit/s, m = tokens / hidden (m = 8 is 4ranks-200mbit)
     quick-200mbit ...          4 ranks, hidden 256, sequence 128: --quick, two minutes for three
 
-torch's gloo has a rare race that ends a process by a signal (see torch_tp2d/groups.py), and the
-plans run on gloo as users have it, so a case in which that happens is run once more.
+torch's gloo has a rare race that ends a process by a signal (see torch_tp2d/comm/groups.py), and
+the plans run on gloo as users have it, so a case in which that happens is run once more.
 
 Needs Linux, root and iproute2, as netlab.py does.
 """

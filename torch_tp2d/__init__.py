@@ -4,9 +4,8 @@ A stock tensor-parallel plan becomes a 2-D plan by renaming two classes: ``Colwi
 :class:`Colwise2D` and ``RowwiseParallel`` to :class:`Rowwise2D`, on ``mesh["tp_row", "tp_col"]``.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from . import _requirements, debug  # noqa: F401  torch's version is checked first
+from ._version import __version__ as __version__
 from .comm.counter import CommCounter
 from .loss import cross_entropy, loss_parallel
 from .mesh.no_sync import no_sync
@@ -25,11 +24,6 @@ from .styles.linear import Block2DParallel, Colwise2D, Rowwise2D
 from .styles.local import Local2D
 from .styles.norm import Norm2D
 from .styles.replicated import Replicate
-
-try:
-    __version__ = version("torch_tp2d")
-except PackageNotFoundError:  # Imported from a checkout that is not installed.
-    __version__ = "0+unknown"
 
 __all__ = [
     "Attention2D",

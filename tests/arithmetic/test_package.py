@@ -82,6 +82,23 @@ def test_no_module_outgrows_its_reader() -> None:
     assert not {path.name: lines[path] for path, bound in bounds if lines[path] > bound}
 
 
+def test_the_tree_is_the_readmes() -> None:
+    """README's section on the code names each file and folder, the linter's layers each module."""
+    root = PACKAGE.parent
+    written = (root / "README.md").read_text().partition("## The code")[2].split("```")[1]
+    named = set(re.findall(r"^  (\w[\w.]*)", written, re.MULTILINE))
+    there = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "py.typed"}
+    assert named == there
+    layers = (root / "pyproject.toml").read_text().partition("[tool.importlinter]")[2]
+    listed = set(re.findall(r"torch_tp2d\.([\w.]+)", layers.partition("[tool.mypy]")[0]))
+    parts = {"planner", "mesh"}
+    for name in there - {"__init__.py"} - parts:
+        assert name.removesuffix(".py") in listed, name
+    for part in parts:
+        modules = {path.stem for path in (PACKAGE / part).glob("*.py")} - {"__init__"}
+        assert {f"{part}.{module}" for module in modules} <= listed
+
+
 def test_one_module_asks_whether_a_graph_is_traced() -> None:
     asking = {path.name for path in PACKAGE.rglob("*.py") if "is_compiling" in path.read_text()}
     assert asking == {"_tracing.py"}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from .._torch_compat import tree_leaves
 from .._tracing import in_graph
 from ..comm import pending
-from ..styles.module_kinds import describe_module
 from .collectives import watched
 from .copies import compare_every, runs_backward
 from .layers import forward_of, label
@@ -51,14 +50,14 @@ def is_on() -> bool:
     return pending.watch is not None and not in_graph()
 
 
-def run_as_layer(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``run(*args, **kwargs)``, the forward of ``module``, and attribute its transfers to it.
+def run_as_layer(
+    module: nn.Module, name: str, run: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run ``run(*args, **kwargs)``, the forward of ``module``, and name it with its transfers.
 
     The autograd nodes that it creates are labelled, so that the transfers of its backward are
     attributed to it too.
     """
-    runner: Any = module.__dict__["_tp2d"]
-    name = repr(runner.name) if runner.name else describe_module(module)
     with forward_of(name):
         result = run(*args, **kwargs)
     made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None]

@@ -62,12 +62,13 @@ _HANDS_ON = ("RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackwa
 def hand_out(x: Tensor, handed: Handed) -> Tensor:
     """Attach ``handed`` to ``x``, for :func:`said_of` to find, and return it for the user's code.
 
-    Under ``torch.compile`` a view of ``x`` is returned.
+    For a leaf, and under ``torch.compile``, a view of ``x`` is returned.
     """
     traced = in_graph()
-    if traced:
-        # Within checkpointing Dynamo lets attributes be set on the result of an operation, but not
-        # on that of an autograd.Function.
+    if traced or x.is_leaf:
+        # A leaf may be the user's, a table that a module keeps: the note would stay on it. Within
+        # checkpointing Dynamo lets attributes be set on the result of an operation, but not on that
+        # of an autograd.Function.
         x = x.view_as(x)
         # By Inductor, what a graph hands on has None in the place of placements that it made.
         said: Any = None if handed.layout is None else tuple(map(_written, handed.layout))

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .. import debug
 from .._torch_compat import REPLICATE, has_replicate
+from .._version import __version__
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import normalize
 from ..planner.rates import assumed
@@ -43,8 +44,6 @@ def facts_of(
     module: nn.Module, mesh: DeviceMesh, entries: list[Entry], src_data_rank: int | None
 ) -> list[Fact]:
     """The facts that decide which collectives a rank runs, from here to the end of training."""
-    from .. import __version__  # here, as the package imports this module first
-
     named = [
         ("version of torch_tp2d", __version__),
         ("mesh", f"{describe_mesh(mesh)} of ranks {mesh.mesh.tolist()}"),

@@ -267,7 +267,9 @@ class _OnGrid:
         else:
             refuse_transforms(self)  # type: ignore[arg-type]
         if debug.is_on():
-            return debug.run_as_layer(self, partial(run, self, forward), args, kwargs)  # type: ignore[arg-type]
+            module: Any = self
+            name = repr(self._tp2d.name) if self._tp2d.name else describe_module(module)
+            return debug.run_as_layer(module, name, partial(run, self, forward), args, kwargs)
         return run(self, forward, *args, **kwargs)
 
 
