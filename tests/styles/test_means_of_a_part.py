@@ -7,10 +7,12 @@ block of 4 x 9 tokens on 2 x 2 by 0.9 of the loss. So were losses over pairs of 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -36,7 +38,15 @@ AUXILIARY: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda p: p.sum() * p.detach().mean(),
     "maximum": lambda p: p.amax(1).sum(),
     "max": lambda p: p.max(1).values.sum(),
+    "sum over how many": lambda p: p.square().sum() / p.numel(),
+    "sum over how many tokens": lambda p: p.square().sum() * (1 / (p.shape[0] * p.shape[1])),
 }
+NOT_ON_DTENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum over how many": lambda p: torch.einsum("bse,bse->", p, p) / p.numel(),
+    "mean of what a mask picks": lambda p: p[p > 0.2].mean(),
+    "mean of tokens that a mask picks": lambda p: p[p[..., 0] > 0.2].mean(0).sum(),
+}
+"""What torch's DTensor cannot do, or not where sizes do not divide."""
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "flip": lambda x: x + x.flip(0),
     "roll": lambda x: x + torch.roll(x, 1, dims=0),
@@ -49,6 +59,8 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "of experts": lambda p: p.amax(-1).sum() + p.max(2).values.sum(),
     "larger of two": lambda p: torch.max(p, p * 2).sum(),
     "sum": lambda p: p.square().sum((0, 1)).sum(),
+    "half a sum": lambda p: p.square().sum() / 2,
+    "sum of what a mask picks": lambda p: p[p > 0.2].sum() * 0.1,
 }
 
 
@@ -98,7 +110,10 @@ def _as_it_is(x: Tensor) -> Tensor:
 def _said(rows: int, columns: int) -> dict[str, str]:
     mesh = grid_mesh(rows, columns)
     said = {}
-    models = {name: Routed(loss, _as_it_is) for name, loss in (AUXILIARY | RIGHT).items()}
+    models = {
+        name: Routed(loss, _as_it_is)
+        for name, loss in (AUXILIARY | NOT_ON_DTENSORS | RIGHT).items()
+    }
     models |= {name: Routed(RIGHT["sum"], middle) for name, middle in BETWEEN.items()}
     for name, model in models.items():
         parallelize_module(model, mesh, _plan())
@@ -114,7 +129,7 @@ def _said(rows: int, columns: int) -> dict[str, str]:
 @pytest.mark.parametrize("rows,columns", [(2, 1), deep(2, 2), deep(4, 1)])
 def test_what_a_rank_s_part_is_reduced_to_is_refused(rows: int, columns: int) -> None:
     for said in world.run(rows * columns, _said, rows, columns):
-        for name in AUXILIARY:
+        for name in AUXILIARY | NOT_ON_DTENSORS:
             if columns > 1 or "max" not in name:
                 assert f"in {__file__}:" in said[name] and "full_tensor()" in said[name], name
         for name in BETWEEN:
@@ -179,3 +194,63 @@ def test_losses_whose_gradient_torch_has_wrong_for_dtensors() -> None:
 def test_what_the_message_says_is_right(rows: int, columns: int, size: tuple[int, int]) -> None:
     for worst in world.run(rows * columns, _mended, rows, columns, *size):
         assert worst < 1e-12
+
+
+class Keeps(Routed):
+    """Keeps its loss for the training loop, as routers and codebooks do."""
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        logits, self.loss = super().forward(ids)
+        return logits
+
+
+KEPT: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "mean": (lambda p: p.square().mean(), True),
+    "sum over how many": (lambda p: p.square().sum() / p.numel(), True),
+    "sum": (lambda p: p.square().sum(), False),
+    "detached": (lambda p: p.detach().square().mean(), False),
+}
+
+
+def _kept(rows: int, columns: int, used: bool) -> dict[str, list[str]]:
+    mesh, told = grid_mesh(rows, columns), {}
+    for name, (loss, _) in KEPT.items():
+        model = parallelize_module(Keeps(loss, _as_it_is), mesh, _plan())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            total = model(_ids(4, 9)).square().mean()
+            (total + model.loss if used else total).backward()
+        told[name] = [str(one.message) for one in caught]
+    return told
+
+
+def _averaged(rows: int, columns: int) -> list[str]:
+    """What is said of a mean that the ranks average before it is used."""
+    model = Keeps(KEPT["mean"][0], _as_it_is)
+    parallelize_module(model, grid_mesh(rows, columns), _plan())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        total = model(_ids(4, 8)).square().mean()
+        with torch.no_grad():
+            dist.all_reduce(model.loss)
+        (total + model.loss / (rows * columns)).backward()
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("rows,columns", [(2, 1), deep(2, 2), deep(4, 1)])
+def test_a_mean_that_is_kept_for_the_loss_is_warned_of(rows: int, columns: int) -> None:
+    """``self.loss = p.mean()``, as routers and codebooks have it, was each rank's own in silence.
+
+    Only what a forward returned, or went on with, was looked at. That the ranks do not average it
+    before they use it nothing tells, so it is a warning, in the backward that takes it.
+    """
+    ranks = rows * columns
+    for told in world.run(ranks, _kept, rows, columns, True):
+        for name, (_, wrong) in KEPT.items():
+            said = told[name]
+            assert len(said) == wrong, (name, said)
+            assert all("test_means_of_a_part.py:" in one for one in said), said
+            assert all("only if the ranks have averaged it" in one for one in said), said
+    for told in world.run(ranks, _kept, rows, columns, False):
+        assert not any(told.values()), told
+    assert not any(world.run(ranks, _averaged, rows, columns))

@@ -18,14 +18,18 @@ __all__ = ["Drawn", "state_before"]
 
 _DRAW = (
     *("rand", "randn", "randint", "randperm", "bernoulli", "uniform", "normal", "exponential"),
-    *("geometric", "cauchy", "log_normal", "random", "multinomial", "poisson"),
+    *("geometric", "cauchy", "log_normal", "random", "multinomial", "poisson", "binomial"),
+    *("gumbel_softmax", "rrelu", "standard_gamma"),
 )
 
 
 def state_before(call: Call) -> Tensor | None:
     """The state of the generator that a call is about to draw from, two rows of it; else None."""
-    if call.name.strip("_").removesuffix("_like") not in _DRAW or place_of() is None:
-        return None
+    draws = call.name.strip("_").removesuffix("_like") in _DRAW and place_of() is not None
+    return _state(call) if draws else None
+
+
+def _state(call: Call) -> Tensor:
     generator = call.kwargs.get("generator")
     with disable_current_modes():
         if generator is not None:
@@ -48,12 +52,19 @@ class Drawn:
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
 
-    def follow(self, call: Call, state: Tensor | None) -> None:
-        """Take what is made for drawn from a state, or as what it is made of."""
+    def follow(self, call: Call, state: Tensor | None) -> Tensor | None:
+        """Take what is made for drawn from a state, or as what it is made of.
+
+        Args:
+            state: that before the call. It is returned if the call has drawn from it.
+        """
+        if state is not None and torch.equal(state, _state(call)):
+            state = None
         known = (self._known[x] for x in call.given if x in self._known)
-        state = next(known, None) if state is None else state
-        for y in call.made if state is not None else ():
-            self._known[y] = state
+        of = next(known, None) if state is None else state
+        for y in call.made if of is not None else ():
+            self._known[y] = of
+        return state
 
     def state_of(self, x: Tensor) -> Tensor | None:
         """The state that a tensor was drawn from, None if it is not random."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch_compat import disable_current_modes
 from .user_code import Call
 
-__all__ = ["RESHAPES", "VIEWS", "Part", "moved"]
+__all__ = ["RESHAPES", "VIEWS", "Part", "moved", "picked"]
 
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
 VIEWS = (
@@ -103,6 +103,20 @@ def moved(
                 found[y.ndim - 1] = part._replace(was=None)
         if found:
             yield y, found
+
+
+def picked(call: Call, split: Mapping[int, Part]) -> dict[int, Part]:
+    """How the dims are split of what a mask has picked, ``x[mask]``; empty for another call."""
+    if call.name not in ("__getitem__", "masked_select") or len(call.given) != 2:
+        return {}
+    x, mask = call.given
+    if mask.dtype != torch.bool or not 0 < mask.ndim <= x.ndim or call.args[1] is not mask:
+        return {}
+    ahead = mask.ndim if call.name == "__getitem__" else x.ndim
+    found = {dim - ahead + 1: part for dim, part in split.items() if dim >= ahead}
+    if part := next((part for dim, part in split.items() if dim < ahead), None):
+        found[0] = Part(part.axis, "several")
+    return found
 
 
 def _cut_at(x: Tensor, y: Tensor) -> int | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,3 +36,27 @@ class OwnResults:
             if said and same_bits(x.detach(), values):
                 return str(said)
         return ""
+
+    def watch_gradients(self) -> None:
+        """Warn if one that is kept for later, ``self.loss = x.mean()``, is given a gradient.
+
+        The ranks may have averaged it until then: nothing tells.
+        """
+        for y in list(self._known):
+            if y.requires_grad:
+                y.register_hook(_warning(y, *self._known[y]))
+
+
+def _warning(y: Tensor, said: str, values: Tensor) -> Callable[[Tensor], None]:
+    kept = ref(y)
+
+    def warn(grad: Tensor) -> None:
+        now = kept()
+        if now is None or same_bits(now.detach(), values):
+            warnings.warn(
+                f"a loss is made of what each rank has made of its own part, which the model has "
+                f"kept, and is right only if the ranks have averaged it. Of that part: {said}",
+                stacklevel=2,
+            )
+
+    return warn

@@ -6,7 +6,9 @@ add them to each other. Anything else is made of a part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from ..runtime.versions import same_bits
 from .one_by_one import is_linear
 from .user_code import Call
 
-__all__ = ["WRITES", "PartialSums", "dims_summed"]
+__all__ = ["WRITES", "PartialSums", "counts_of", "dims_summed"]
 
 _PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "mul", "multiply")
 _ADD = ("add", "radd", "iadd", "sub", "rsub", "isub", "cat", "concat", "stack", "where")
@@ -41,6 +43,10 @@ class _Sum(NamedTuple):
     said: str
     values: Tensor
     """A copy, to tell whether the sum was added up in place since."""
+    counts: frozenset[int] = frozenset()
+    """Divided by one of these it is a mean of what this rank has."""
+    mean: str = ""
+    """What is said of that mean."""
 
 
 class PartialSums:
@@ -55,10 +61,31 @@ class PartialSums:
     def __bool__(self) -> bool:
         return bool(self._known.data)
 
-    def note(self, x: Tensor, axis: int, said: str) -> None:
+    def note(
+        self,
+        x: Tensor,
+        axis: int,
+        said: str,
+        counts: frozenset[int] = frozenset(),
+        mean: str = "",
+    ) -> None:
         """Take ``x`` for a sum over this rank's part, of which ``said`` tells the place."""
         with torch.no_grad(), disable_current_modes():
-            self._known[x] = _Sum(axis, said, x.detach().clone())
+            self._known[x] = _Sum(axis, said, x.detach().clone(), counts, mean)
+
+    def averaged(self, call: Call) -> str:
+        """What is said of a call that divides a sum by how many it is the sum of; else empty."""
+        known: _Sum | None = self._known.get(call.given[0])
+        number = call.kwargs.get("other", call.args[1] if len(call.args) > 1 else None)
+        name = call.name.strip("_")
+        if known is None or type(number) not in (int, float) or not number:
+            return ""
+        if name in ("mul", "multiply", "imul"):
+            number = 1 / number
+        elif name not in _DIVIDE:
+            return ""
+        is_count = any(abs(number / count - 1) < 1e-12 for count in known.counts)
+        return known.mean if is_count else ""
 
     def find(self, x: Tensor) -> tuple[int, str] | None:
         """The axis and the place of a partial sum; None if ``x`` is none, or none any more."""
@@ -90,7 +117,8 @@ class PartialSums:
             sums = {at: found for at, found in sums.items() if at}
         if not sums or not call.made:
             return ""
-        axis, said = next(iter(sums.values()))
+        at, (axis, said) = next(iter(sums.items()))
+        known: _Sum = self._known[given[at]]
         others = [x for at, x in enumerate(given) if at not in sums]
         product, divides = name in _PRODUCTS, name in _DIVIDE
         keeps: bool | None = product or divides or name in _ADD or name in _LINEAR or writes
@@ -107,8 +135,18 @@ class PartialSums:
         if wrong:
             return said
         for x in call.made:
-            self.note(x, axis, said)
+            self.note(x, axis, said, known.counts, known.mean)
         return ""
+
+
+def counts_of(x: Tensor, dims: Sequence[int], split: int) -> frozenset[int]:
+    """How many entries are added up along several of ``dims``, one of them ``split``.
+
+    Not along that dim alone: two samples in a batch would make a mean of each half of a sum.
+    """
+    others = [x.shape[dim] for dim in dims if dim != split]
+    several = (more for n in range(1, len(others) + 1) for more in combinations(others, n))
+    return frozenset(x.shape[split] * math.prod(more) for more in several) - {0, 1, 2, 4}
 
 
 def dims_summed(call: Call) -> list[tuple[int, ...]]:

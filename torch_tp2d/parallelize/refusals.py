@@ -7,9 +7,17 @@ from torch import Tensor
 from ..comm.axis import Axis
 from .moved_dims import Of
 
-__all__ = ["A_DTENSOR", "adds_up", "all_of_it", "not_of_all", "some_of_it"]
+__all__ = [
+    "adds_up",
+    "all_of_it",
+    "beside_a_slice",
+    "holds_several",
+    "in_parts",
+    "not_of_all",
+    "some_of_it",
+]
 
-A_DTENSOR = (
+_A_DTENSOR = (
     "a DTensor (use_local_output=False), or write this as a module under torch_tp2d.Replicate(), "
     "which computes on DTensors"
 )
@@ -33,7 +41,7 @@ def adds_up(place: str, name: str, x: Tensor, dim: int, of: Of, axis: Axis) -> s
     return (
         f"in {place} {name} adds up dim {dim} of a tensor of shape {tuple(x.shape)}, but each rank "
         f"has a part of it along {axis.name}, and goes on with its own sum as if it were that of "
-        f"all. Let the module before it hand on {whole}{A_DTENSOR}, or sum over the ranks first"
+        f"all. Let the module before it hand on {whole}{_A_DTENSOR}, or sum over the ranks first"
     )
 
 
@@ -58,3 +66,26 @@ def some_of_it(place: str, name: str, x: Tensor, dim: int, axis: Axis) -> str:
         f"parts=; else let it hand on all of them (output_layouts=Replicate()), or a DTensor "
         f"(use_local_output=False)"
     )
+
+
+def beside_a_slice(place: str, name: str, axis: Axis) -> str:
+    """Samples of a slice meet others, which would be others of each rank's."""
+    return (
+        f"in {place} {name} takes samples of a slice together with others, but each rank has a "
+        f"part of them along {axis.name}, and would take others. Let the module before it hand on "
+        f"{_A_DTENSOR}"
+    )
+
+
+def holds_several(dim: int) -> str:
+    """Features of several modules lie side by side in what a module takes for those of one."""
+    return (
+        f", whose dim {dim} holds a part of each of several projections or tokens, side by side: "
+        f"take them apart first (x.chunk(n, -1)), or let the modules before it hand on all "
+        f"features (output_layouts=Replicate()) or DTensors (use_local_output=False)"
+    )
+
+
+def in_parts(what: str, x: Tensor, dim: int) -> str:
+    """Something is made for a rank's part of a dim of ``x``."""
+    return f"{what} of shape {tuple(x.shape)} of whose dim {dim} each rank has a part"

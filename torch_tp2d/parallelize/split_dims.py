@@ -23,25 +23,29 @@ from .cut_heads import are_heads, cut_heads
 from .drawn import Drawn, state_before
 from .findings import Findings
 from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_routing, is_wrong_on_dtensors
-from .moved_dims import RESHAPES, VIEWS, Part, moved
+from .moved_dims import RESHAPES, VIEWS, Part, moved, picked
 from .one_by_one import own_dims
 from .own_parameters import OwnParameters
 from .own_results import OwnResults
-from .partial_sums import WRITES, PartialSums, dims_summed
-from .refusals import A_DTENSOR, adds_up, all_of_it, not_of_all, some_of_it
+from .partial_sums import WRITES, PartialSums, counts_of, dims_summed
+from .refusals import (
+    adds_up,
+    all_of_it,
+    beside_a_slice,
+    holds_several,
+    in_parts,
+    not_of_all,
+    some_of_it,
+)
+from .side_by_side import ELEMENTWISE, JOIN, PRODUCT, aligned, neighbours
 from .some_samples import SomeSamples
 from .unfollowed import leaves_torch, loses_a_part
 from .user_code import Call, is_local, local_tensors, place_of
 
 __all__ = ["SplitDims"]
 
-_PRODUCT = ("matmul", "__matmul__", "bmm")
-_JOIN = ("cat", "concat", "concatenate", "stack")
-_ELEMENTWISE = (
-    *("add", "sub", "rsub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where"),
-    *("add_", "sub_", "mul_", "div_", "masked_fill", "masked_fill_", "lerp", "addcmul"),
-    *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__and__", "__or__", "logical_and"),
-)
+_LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")
+"""Functions that take of a second tensor its shape or dtype alone."""
 
 
 class SplitDims(Findings, TorchFunctionMode):
@@ -91,7 +95,8 @@ class SplitDims(Findings, TorchFunctionMode):
             return out
         if made and not loses_a_part(call, self._split_dims, self._axis):
             call = call._replace(made=made)
-            self._drawn.follow(call, drawn)
+            if (drawn := self._drawn.follow(call, drawn)) is not None and call.given:
+                self._draws(call, drawn)
             self._is_made(call, terms, own)
         return out
 
@@ -104,6 +109,8 @@ class SplitDims(Findings, TorchFunctionMode):
             self._own.note(call.made, own)
         if terms and (wrong := self._sums.misused(call, terms, self._axes_of)):
             self.refuses(wrong)
+        elif terms and (said := self._sums.averaged(call)):
+            self._own.note(call.made, said)
         if wrong := self._parameters.misapplied(call):
             self.refuses(wrong)
         if self._some and len(call.made) == 1:
@@ -125,7 +132,7 @@ class SplitDims(Findings, TorchFunctionMode):
         if (
             reduced is None
             and not name.endswith("_like")
-            and name not in (*_ELEMENTWISE, *_JOIN, *_PRODUCT)
+            and name not in (*ELEMENTWISE, *JOIN, *PRODUCT)
             and self._split_dims(x).keys().isdisjoint(dims_mixed(call, x.ndim))
             and not self._adds_up(call)
             and not dims_sliced(call, x.ndim)
@@ -160,13 +167,14 @@ class SplitDims(Findings, TorchFunctionMode):
                 self.refuses(said)
 
     def goes_on_with(self, given: Sequence[Any]) -> None:
-        """Note what learns from a mean or the like of a rank's own part."""
+        """Note what learns from a mean or the like of a rank's own part, now or later."""
         if said := self._own.among(given):
             self.refuses(said)
+        self._own.watch_gradients()
 
     def attends(self, query: Tensor, mask: Tensor) -> None:
         """Note a mask that a style is given for this rank's heads and queries."""
-        self._meets(query, mask, by_style=True)
+        self._meets(query, mask, aligned(query, mask), by_style=True)
 
     def declared(self, x: Tensor, layout: Layout) -> None:
         """Take the user's word for what the user's code has made."""
@@ -190,21 +198,18 @@ class SplitDims(Findings, TorchFunctionMode):
         for dim, part in self._split_dims(x).items():
             mixed_up = part.of == "joined" or (part.of == "fused" and layout[1] == Shard(dim))
             if part.axis and mixed_up and not (takes_fused or isinstance(layout[1], Replicate)):
-                return (
-                    f", whose dim {dim} holds a part of each of several projections or tokens, "
-                    f"side by side: take them apart first (x.chunk(n, -1)), or let the modules "
-                    f"before it hand on all features (output_layouts=Replicate()) or DTensors "
-                    f"(use_local_output=False)"
-                )
+                return holds_several(dim)
         return ""
 
-    def _meets(self, x: Tensor, other: Tensor, *, by_style: bool = False) -> None:
+    def _meets(
+        self, x: Tensor, other: Tensor, beside: Mapping[int, int], *, by_style: bool = False
+    ) -> None:
         """Note ``other``, if in a dim that is split of ``x`` it is not, but as large as a part."""
         if not (is_local(x) and is_local(other)) or self.is_full:
             return
         whole = self._split_dims(other)
         for dim, (axis, of, _) in self._split_dims(x).items():
-            at = dim - x.ndim + other.ndim
+            at = beside.get(dim, -1)
             # Samples are taken one by one by what makes anything for all of them, unless it is
             # random. One of them alone may be a number for all.
             drawn = self._drawn.state_of(other) if x.shape[dim] > 1 else None
@@ -222,13 +227,21 @@ class SplitDims(Findings, TorchFunctionMode):
             self._met[place] += 1
             if self._met[place] > 2:
                 return
-            said = (
-                f"in {place} a tensor of shape {tuple(other.shape)} meets one of shape "
-                f"{tuple(x.shape)} of whose dim {dim} each rank has a part"
-            )
+            said = in_parts(f"in {place} a tensor of shape {tuple(other.shape)} meets one", x, dim)
             values, along = (other, at) if drawn is None else (drawn, 0)
             self.doubts(f"{place} {self._met[place]}", said, values, along, axis)
             return
+
+    def _draws(self, call: Call, state: Tensor) -> None:
+        """Random numbers for each of a rank's entries, which other ranks may draw for theirs."""
+        x = call.given[0]
+        split = {} if call.name.endswith("_like") else self._split_dims(x)
+        for dim, (axis, of, _) in split.items():
+            alone = of == "samples" and x.shape[dim] == 1
+            if of == "several" or alone or self.is_full or (place := place_of()) is None:
+                continue
+            what = f"in {place} {call.name} draws for a tensor"
+            self.doubts(f"{what} {dim}", in_parts(what, x, dim), state, 0, axis)
 
     def _axis(self, part: Part) -> Axis:
         return (self.grid.row, self.grid.col)[part.axis]
@@ -262,20 +275,17 @@ class SplitDims(Findings, TorchFunctionMode):
         name, args, given, (made,) = call.name, call.args, call.given, call.made
         if name.endswith("_like"):
             return
-        product, joined = name in _PRODUCT, name in _JOIN
+        product, joined = name in PRODUCT, name in JOIN
         along = call.kwargs.get("dim", args[1] if len(args) > 1 else 0) if joined else None
         along = along % made.ndim if type(along) is int else None
         is_new = name == "stack"
-        elementwise = name in _ELEMENTWISE
-        found: dict[int, Part] = {}
-        for x in given[:1] if product else given:
+        elementwise = name in ELEMENTWISE
+        found = picked(call, self._split_dims(given[0]))
+        alone = product or (name in _LIKE and not self._split_dims(given[0]))
+        for x in given[:1] if alone else given:
             split = self._split_dims(x)
-            if elementwise and split:
-                for other in given:
-                    if other is not x:
-                        self._meets(x, other)
-            elif name == "scaled_dot_product_attention" and x is given[0] and len(given) > 3:
-                self._meets(x, given[3])
+            for other, beside in neighbours(call, x) if split else ():
+                self._meets(x, other, beside)
             last = x.ndim - 1 if product else x.ndim
             if joined:
                 for dim, part in split.items() if made.ndim == x.ndim + is_new else ():
@@ -323,14 +333,10 @@ class SplitDims(Findings, TorchFunctionMode):
 
     def _follow_some(self, call: Call) -> None:
         name, (made,) = call.name, call.made
-        if not self._some.meet_others(call.given, made, name in _ELEMENTWISE, self._has_samples):
+        if not self._some.meet_others(call.given, made, name in ELEMENTWISE, self._has_samples):
             return
         if (place := place_of()) is not None:
-            self.refuses(
-                f"in {place} {name} takes samples of a slice together with others, but each rank "
-                f"has a part of them along {self.grid.row.name}, and would take others. Let the "
-                f"module before it hand on {A_DTENSOR}"
-            )
+            self.refuses(beside_a_slice(place, name, self.grid.row))
 
     def _has_samples(self, x: Tensor) -> bool:
         return any(part.of == "samples" for part in self._split_dims(x).values())
@@ -347,7 +353,9 @@ class SplitDims(Findings, TorchFunctionMode):
                 if dim in split and (place := place_of()) is not None:
                     axis = self._axis(split[dim])
                     said = adds_up(place, call.name, x, dim, split[dim].of, axis)
-                    self._sums.note(call.made[0], split[dim].axis, said)
+                    counts = counts_of(x, dims, dim)
+                    mean = all_of_it(place, f"{call.name}, divided by its size,", x, dim, axis)
+                    self._sums.note(call.made[0], split[dim].axis, said, counts, mean)
 
     def _slices(self, call: Call, x: Tensor) -> None:
         """Functions that take some of the features, which would be some of each rank's."""
