@@ -61,8 +61,9 @@ def _noted_on(rows: int, columns: int, gradients: bool) -> list[str]:
             "out": Colwise2D(input_layouts=(Shard(0), Replicate()), use_local_output=False),
         }
         parallelize_module(model, mesh, plan)
-        x = noise(4, 4, WIDTH).requires_grad_(gradients)
-        beside = noise(2, 4, WIDTH)
+        row = mesh.get_local_rank("tp_row")
+        x = noise(2, 4, WIDTH, seed=row).requires_grad_(gradients)
+        beside = noise(2, 4, WIDTH, seed=row)
         with torch.set_grad_enabled(gradients):
             y = model(x, beside)
         if gradients:
@@ -84,4 +85,5 @@ def test_no_note_stays_on_what_a_module_keeps(gradients: bool) -> None:
 
     It was set on the very tensor that the module returned, for whoever takes that next.
     """
-    assert world.run(4, _noted_on, 2, 2, gradients) == []
+    for found in world.run(4, _noted_on, 2, 2, gradients):
+        assert found == []
