@@ -212,7 +212,8 @@ class SplitDims(Findings, TorchFunctionMode):
             at = beside.get(dim, -1)
             # Samples are taken one by one by what makes anything for all of them, unless it is
             # random. One of them alone may be a number for all.
-            drawn = self._drawn.state_of(other) if x.shape[dim] > 1 else None
+            alone = of == "samples" and x.shape[dim] < 2
+            drawn = None if alone else self._drawn.state_of(other)
             if (
                 of == "several"
                 or (of == "samples" and drawn is None)
