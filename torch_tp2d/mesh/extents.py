@@ -84,9 +84,9 @@ def ask_extent(x: Tensor, dim: int, cuts: Sequence[Axis]) -> Callable[[], int]:
         if tuple(sizes) != axis.split(sum(sizes)):
             raise ValueError(
                 f"the ranks along {axis.name} hold {sizes} elements of dim {dim}, which is not how "
-                f"torch.chunk splits {sum(sizes)}: expected {axis.split(sum(sizes))}. A rank without "
-                f"any is given one that stands in, which is not told from others in what the code "
-                f"makes of it (x[:, -1]): have the module before hand on a DTensor "
+                f"torch.chunk splits {sum(sizes)}: expected {axis.split(sum(sizes))}. A rank that "
+                f"has none is given one that stands in, which is not told from others in what the "
+                f"code makes of it (x[:, -1]): have the module before hand on a DTensor "
                 f"(use_local_output=False), or give every rank some"
             )
         return sum(sizes)
