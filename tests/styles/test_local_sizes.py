@@ -78,16 +78,18 @@ class Noise(nn.Module):
 class DropPath(nn.Module):
     """Drops samples, as a stochastic depth does; or asks a generator of its own."""
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, anew: bool = False) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.anew = seed, anew
 
     def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(1)
-        if self.seed is None:
-            return x / 0.9 * (0.9 + torch.rand(len(x), 1, 1)).floor_()
-        own = torch.Generator().manual_seed(self.seed)
-        return x + 0 * torch.rand(len(x), 1, 1, generator=own)
+        own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        if self.anew:
+            drawn = x.new_empty(len(x), 1, 1).bernoulli_(0.9, generator=own)
+        else:
+            drawn = (0.9 + torch.rand(len(x), 1, 1, generator=own)).floor_()
+        return x / 0.9 * drawn if own is None else x + 0 * drawn
 
 
 class Attention(nn.Module):
@@ -191,7 +193,13 @@ def _said(rows: int, columns: int, length: int) -> dict[str, str]:
         ("positions of all", Positions, _between(whole, torch_tp2d.Replicate)),
         ("noise", Noise, _between(split)),
         ("drops", DropPath, _between(split)),
+        ("drops anew", lambda: DropPath(anew=True), _between(split)),
         ("drops by itself", lambda: DropPath(mesh.get_local_rank("tp_row")), _between(split)),
+        (
+            "drops anew by itself",
+            lambda: DropPath(mesh.get_local_rank("tp_row"), anew=True),
+            _between(split),
+        ),
         *(
             (f"{kind} {row_dim}", lambda kind=kind: Attention(kind), _attention(row_dim))
             for kind, row_dim in (
@@ -242,12 +250,15 @@ def test_what_is_made_by_the_sizes_of_a_part(rows: int, columns: int, length: in
 
     Where a rank has a single token, the same random numbers on all were no match.
 
+    ``x.new_empty(len(x), 1, 1).bernoulli_(p)`` was refused, as a function of all samples, whatever
+    the ranks had drawn.
+
     With heads that do not divide, a mask in single precision beside queries in double was given
     another dim, and of four dims torch 2.13 reads such a mask wrong on a CPU.
     """
     refused = {"sines", "positions"} if columns > 1 else set()
     # A row with one sample may draw for all.
-    refused |= {"drops"} if rows == 2 else set()
+    refused |= {"drops", "drops anew"} if rows == 2 else set()
     refused |= {"noise"} if rows == 2 or columns > 1 else set()
     refused |= {"rotary 1"} if rows > 1 else set()
     # One head on each column: nothing tells its slope from a number.
@@ -259,7 +270,7 @@ def test_what_is_made_by_the_sizes_of_a_part(rows: int, columns: int, length: in
             there = "test_local_sizes.py:" in message and "each rank has a part along" in message
             assert there or (length == 9 and "the sizes of a rank's part along" in message), name
             assert "the same values on these ranks" in message
-        for name in ("noise", "drops"):
+        for name in ("noise", "drops", "drops anew"):
             said.pop(name, None)
         if HEADS % columns:
             assert "divide" in said.pop("written out 0") and "divide" in said.pop("learned")

@@ -131,7 +131,7 @@ class SplitDims(Findings, TorchFunctionMode):
             self._follow(call)
         if (
             reduced is None
-            and not name.endswith("_like")
+            and not call.is_new
             and name not in (*ELEMENTWISE, *JOIN, *PRODUCT)
             and self._split_dims(x).keys().isdisjoint(dims_mixed(call, x.ndim))
             and not self._adds_up(call)
@@ -236,7 +236,7 @@ class SplitDims(Findings, TorchFunctionMode):
     def _draws(self, call: Call, state: Tensor) -> None:
         """Random numbers for each of a rank's entries, which other ranks may draw for theirs."""
         x = call.given[0]
-        split = {} if call.name.endswith("_like") else self._split_dims(x)
+        split = {} if call.is_new else self._split_dims(x)
         for dim, (axis, of, _) in split.items():
             alone = of == "samples" and x.shape[dim] == 1
             if of == "several" or alone or self.is_full or (place := place_of()) is None:
@@ -274,7 +274,7 @@ class SplitDims(Findings, TorchFunctionMode):
     def _follow(self, call: Call) -> None:
         """Functions that do not move dims: of single elements, and products."""
         name, args, given, (made,) = call.name, call.args, call.given, call.made
-        if name.endswith("_like"):
+        if call.is_new:
             return
         product, joined = name in PRODUCT, name in JOIN
         along = call.kwargs.get("dim", args[1] if len(args) > 1 else 0) if joined else None

@@ -39,6 +39,11 @@ class Call(NamedTuple):
     """This rank's own tensors among the arguments."""
     made: Sequence[Tensor] = ()
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it makes a tensor that is like another, ``zeros_like`` or ``new_empty``."""
+        return self.name.endswith("_like") or self.name.startswith("new_")
+
 
 def is_local(x: Any) -> TypeGuard[Tensor]:
     """Whether ``x`` is a tensor of this rank's own."""
