@@ -70,6 +70,7 @@ def hand_out(x: Tensor, handed: Handed) -> Tensor:
         # checkpointing Dynamo lets attributes be set on the result of an operation, but not on that
         # of an autograd.Function.
         x = x.view_as(x)
+    if traced:
         # By Inductor, what a graph hands on has None in the place of placements that it made.
         said: Any = None if handed.layout is None else tuple(map(_written, handed.layout))
         handed = handed._replace(layout=said)
