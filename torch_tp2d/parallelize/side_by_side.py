@@ -26,7 +26,7 @@ _NOT_ELEMENTWISE = (
     *("scatter_reduce", "take_along_dim", "index_add", "index_copy", "index_fill", "index_select"),
     *("index_put", "masked_scatter", "getitem", "setitem", "to", "type_as", "view_as"),
     *("reshape_as", "expand_as", "flex_attention", "cdist", "cross", "kron", "isin"),
-    *("conv1d", "conv2d", "conv3d", "multi_head_attention_forward"),
+    *("conv1d", "conv2d", "conv3d", "multi_head_attention_forward", "einsum"),
 )
 """Functions of several tensors whose result may be as large as if they were."""
 
