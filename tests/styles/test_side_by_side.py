@@ -10,18 +10,31 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from support import world
 from support.marks import deep
 from support.models import grid_mesh
-from support.one_module import Between, UpAndDown, gradients, up_and_down
+from support.one_module import Between, gradients, up_and_down
 from torch_tp2d import parallelize_module
 
 WIDTH, WIDE, VOCAB = 12, 24, 11
 TABLE = torch.linspace(0.5, 1.5, WIDE, dtype=torch.float64)
 With = Callable[[Tensor, Tensor], Tensor]
 Act = Callable[[Tensor], Tensor]
+
+
+class Middle(nn.Module):
+    """Features that are split, which a function is given."""
+
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
 
 TABLES: dict[str, With] = {
     "add": lambda x, t: x + t,
@@ -58,7 +71,7 @@ DRAWS: dict[str, Act] = {
 
 def _tried(act: Act, own: Act, mesh: Any) -> str:
     """What is said of one of a rank's part, held against ``own`` of the whole."""
-    model = Between(VOCAB, WIDTH, lambda: UpAndDown(WIDTH, WIDE, act)).double()
+    model = Between(VOCAB, WIDTH, lambda: Middle(act)).double()
     reference = copy.deepcopy(model)
     reference.middle.act = own
     ids = torch.randint(0, VOCAB, (8, 5), generator=torch.Generator().manual_seed(1))

@@ -62,19 +62,6 @@ class Between(nn.Module):
         return y
 
 
-class UpAndDown(nn.Module):
-    """A middle: features that are split, which a function is given."""
-
-    def __init__(self, width: int, wide: int, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width)
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.act(self.up(x)))
-        return y
-
-
 def up_and_down() -> dict[str, ParallelStyle]:
     """A plan for :class:`Between`, whose middle has features split between an up and a down."""
     return {

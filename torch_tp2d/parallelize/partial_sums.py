@@ -142,7 +142,7 @@ class PartialSums:
 def counts_of(x: Tensor, dims: Sequence[int], split: int) -> frozenset[int]:
     """How many entries are added up along several of ``dims``, one of them ``split``.
 
-    Not along that dim alone: two samples in a batch would make a mean of each half of a sum.
+    Not along that dim alone, nor so few: half of a sum, where a rank has two samples, is no mean.
     """
     others = [x.shape[dim] for dim in dims if dim != split]
     several = (more for n in range(1, len(others) + 1) for more in combinations(others, n))
