@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .user_code import Call
 
-__all__ = ["dims_mixed", "dims_reduced", "dims_sliced", "is_routing", "is_wrong_on_dtensors"]
+__all__ = ["dims_mixed", "dims_reduced", "dims_sliced", "is_routing"]
 
 _DIM_SECOND = (
     *("softmax", "log_softmax", "softmin", "mean", "var", "std", "cumsum", "cumprod", "cummax"),
@@ -52,27 +51,6 @@ _MEAN_LOSSES = (
     *("gaussian_nll_loss", "kl_div", "l1_loss", "mse_loss", "nll_loss", "smooth_l1_loss"),
     *("poisson_nll_loss", "soft_margin_loss"),
 )
-
-_TOO_LARGE = (
-    "binary_cross_entropy",
-    "huber_loss",
-    "mse_loss",
-    "smooth_l1_loss",
-    "soft_margin_loss",
-)
-"""Those whose gradients of sharded DTensors torch divides by a shard's number of elements."""
-
-
-def is_wrong_on_dtensors(call: Call) -> bool:
-    """Whether torch's DTensor has wrong gradients for this call, seen in torch 2.13."""
-    name, args, kwargs = call.name, call.args, call.kwargs
-    if name not in _TOO_LARGE or kwargs.get("reduction", "mean") != "mean":
-        return False
-    return any(
-        isinstance(x, DTensor) and x.requires_grad and any(p.is_shard() for p in x.placements)
-        for x in (*args, *kwargs.values())
-    )
-
 
 _BY_INDEX = (
     *("getitem", "index_select", "gather", "take", "take_along_dim", "masked_select", "index_put"),

@@ -21,8 +21,9 @@ from ..mesh.handed import said_of
 from ..mesh.layouts import Layout, normalize
 from .cut_heads import are_heads, cut_heads
 from .drawn import Drawn, state_before
+from .dtensor_losses import wrong_on_dtensors
 from .findings import Findings
-from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_routing, is_wrong_on_dtensors
+from .mixed_features import dims_mixed, dims_reduced, dims_sliced, is_routing
 from .moved_dims import RESHAPES, VIEWS, Part, moved, picked
 from .one_by_one import own_dims
 from .own_parameters import OwnParameters
@@ -82,12 +83,8 @@ class SplitDims(Findings, TorchFunctionMode):
         # Reading an attribute is what most calls do, and x.T and x.mT are views.
         if (name == "__get__" and not isinstance(out, Tensor)) or in_graph():
             return out
-        if is_wrong_on_dtensors(call) and (place := place_of()) is not None:
-            self.refuses(
-                f"in {place} {name} takes a DTensor that is split over the mesh, whose gradient "
-                f"torch divides by the number of elements of a shard, not of all: write the mean "
-                f"out, as in (x - y).square().mean(), or give it x.full_tensor()"
-            )
+        if (wrong := wrong_on_dtensors(call, out)) and (place := place_of()) is not None:
+            self.refuses(f"in {place} {wrong}")
         made = [x for x in (out if isinstance(out, tuple | list) else [out]) if is_local(x)]
         goes_on = torch.is_grad_enabled() or not self._records
         said = own or next((said for _, said in terms.values()), "")
