@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .user_code import Call
+from .user_code import Call, place_of
 
 __all__ = ["wrong_on_dtensors"]
 
@@ -25,30 +25,38 @@ _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "redu
 
 
 def wrong_on_dtensors(call: Call, out: Any) -> str:
-    """What torch has wrong of the mean that a loss of sharded DTensors is; empty if nothing.
+    """What torch has wrong of the mean that a loss of sharded DTensors is, and where.
+
+    Empty if nothing.
 
     Args:
         out: what the call has returned. Under :func:`torch_tp2d.loss_parallel` it is no DTensor.
     """
     name, args, kwargs = call.name, call.args, call.kwargs
-    if kwargs.get("reduction", "mean") != "mean":
+    if name not in (*_TOO_LARGE, *_OF_CLASSES) or kwargs.get("reduction", "mean") != "mean":
         return ""
-    if name in _TOO_LARGE and any(
+    place = place_of()
+    if place is None:
+        return ""
+    if name in _OF_CLASSES:
+        if not isinstance(out, DTensor) or not _parts_count_unlike(call):
+            return ""
+        return (
+            f"in {place} {name} takes a DTensor whose tokens are split over the mesh, of which "
+            f"torch averages the means of the parts, though with weight= or ignore_index= parts do "
+            f"not count alike: call it within torch_tp2d.loss_parallel(), or give it "
+            f"x.full_tensor()"
+        )
+    if not any(
         isinstance(x, DTensor) and x.requires_grad and any(p.is_shard() for p in x.placements)
         for x in (*args, *kwargs.values())
     ):
-        return (
-            f"{name} takes a DTensor that is split over the mesh, whose gradient torch divides by "
-            f"the number of elements of a shard, not of all: write the mean out, as in "
-            f"(x - y).square().mean(), or give it x.full_tensor()"
-        )
-    if name in _OF_CLASSES and isinstance(out, DTensor) and _parts_count_unlike(call):
-        return (
-            f"{name} takes a DTensor whose tokens are split over the mesh, of which torch averages "
-            f"the means of the parts, though with weight= or ignore_index= parts do not count "
-            f"alike: call it within torch_tp2d.loss_parallel(), or give it x.full_tensor()"
-        )
-    return ""
+        return ""
+    return (
+        f"in {place} {name} takes a DTensor that is split over the mesh, whose gradient torch "
+        f"divides by the number of elements of a shard, not of all: write the mean out, as in "
+        f"(x - y).square().mean(), or give it x.full_tensor()"
+    )
 
 
 def _parts_count_unlike(call: Call) -> bool:

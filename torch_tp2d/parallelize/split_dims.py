@@ -83,8 +83,8 @@ class SplitDims(Findings, TorchFunctionMode):
         # Reading an attribute is what most calls do, and x.T and x.mT are views.
         if (name == "__get__" and not isinstance(out, Tensor)) or in_graph():
             return out
-        if (wrong := wrong_on_dtensors(call, out)) and (place := place_of()) is not None:
-            self.refuses(f"in {place} {wrong}")
+        if wrong := wrong_on_dtensors(call, out):
+            self.refuses(wrong)
         made = [x for x in (out if isinstance(out, tuple | list) else [out]) if is_local(x)]
         goes_on = torch.is_grad_enabled() or not self._records
         said = own or next((said for _, said in terms.values()), "")

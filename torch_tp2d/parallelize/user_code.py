@@ -22,7 +22,7 @@ _MODULES = f"{Path(nn.modules.__file__).parent}{os.sep}"
 _LOCAL = f"{_PACKAGE}styles{os.sep}local_runner.py"
 _WATCH = (
     *("user_code.py", "split_dims.py", "moved_dims.py", "own_parameters.py", "unfollowed.py"),
-    *("drawn.py", "side_by_side.py"),
+    *("drawn.py", "side_by_side.py", "dtensor_losses.py"),
 )
 """The files between a function and what asks for its caller."""
 _OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
