@@ -210,8 +210,8 @@ OF_DTENSORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_losses_whose_gradient_torch_has_wrong_for_dtensors() -> None:
-    """Four times too large on 2 x 2, with stock tensor parallelism too.
+def test_means_that_torch_has_wrong_for_dtensors() -> None:
+    """Gradients four times too large on 2 x 2, with stock tensor parallelism too.
 
     And values of cross_entropy, whose gradients are right: torch averages the means of the parts,
     also where class weights and padding let them count differently (off by 0.05 for 8 tokens on
