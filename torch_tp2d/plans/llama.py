@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from ..parallelize.lora import plain
+from ..styles.local import Local2D
 from .experts import experts_plan
 from .losses import LossFunction, causal_lm_loss
 from .methods import AsTransformers
@@ -130,6 +132,12 @@ def _mlp(module: nn.Module, where: str, parts: Parts) -> Plan:
         for name, linear in linears.items()
         if name != back
     }
+    features = Shard(parts.row_dim), Shard(-1)
+    for name, part in parts_inside.items():
+        # An activation that learns a number or two for all features, as xIELU does.
+        learned = list(part.parameters())
+        if learned and all(param.numel() == 1 for param in learned):
+            plan[f"{where}.{name}"] = Local2D(input_layouts=features)
     return {**plan, f"{where}.{back}": parts.rowwise()}
 
 
