@@ -39,6 +39,9 @@ def _decoder(family: str) -> nn.Module:
     if any(".experts." in name for name, _ in model.named_parameters()):
         # "eager" asks which tokens an expert has, and fake tokens have no values.
         model.set_experts_implementation("batched_mm")
+    if family == "Gemma2":
+        # By its own attention heads have to divide.
+        model.set_attn_implementation("sdpa")
     return model
 
 

@@ -4,6 +4,9 @@ An MLP-Mixer's Linear over the tokens was taken for one over features, and the p
 feed-forward layer: its plan raised of shapes. ``nn.TransformerEncoder``, which looks at the values
 of its mask, could not be traced; and a module whose buffer holds positions was not seen between an
 embedding and what follows, so that it met a DTensor with a plain table.
+
+Activations that learn were given DTensors, for which torch has no PReLU, or not known as such: then
+the Linears around them stayed whole.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from support.decoders import waved
 from support.fake import fake_grid
 from support.hf import Batch, causal_lm_batch, on_grid, train_beside
 from support.marks import deep
-from torch_tp2d import Colwise2D
+from torch_tp2d import Colwise2D, Local2D
 from torch_tp2d.plans import plan_for
 
 VOCAB, WIDTH, LENGTH, BATCH = 11, 16, 6, 5
@@ -84,7 +87,47 @@ class Encoder(nn.Module):
         return self.head(self.inner(self.places(self.words(ids)), mask=causal))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mixer": Mixer, "encoder": Encoder}
+class Snake(nn.Module):
+    """A frequency for each feature, or one for all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(self.rate * x).square() / self.rate
+
+
+class Learned(nn.Module):
+    """Feed-forward layers whose activations learn, one of them of two projections in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.acts = nn.ModuleList([Snake(24), Snake(1), nn.PReLU(), Snake(1), Snake(24)])
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in self.acts])
+        self.ups = nn.ModuleList([nn.Linear(WIDTH, 24) for _ in self.acts])
+        self.downs = nn.ModuleList([nn.Linear(24, WIDTH) for _ in self.acts[:3]])
+        self.halves = nn.ModuleList([nn.Linear(12, WIDTH) for _ in self.acts[3:]])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for norm, up, act, down in zip(
+            self.norms, self.ups, self.acts, [*self.downs, *self.halves], strict=True
+        ):
+            y = act(up(norm(x)))
+            if down in self.halves:
+                a, b = y.chunk(2, -1)
+                y = a * b.sigmoid()
+            x = x + down(y)
+        return self.head(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mixer": Mixer,
+    "encoder": Encoder,
+    "learned": Learned,
+}
 
 
 def _loss(model: nn.Module, inputs: Batch) -> Tensor:
@@ -116,3 +159,12 @@ def test_a_linear_over_tokens_is_of_no_group() -> None:
         plan = plan_for(Mixer(), mesh, inputs=(ids,))
     split = {name for name, style in plan.items() if isinstance(style, Colwise2D)}
     assert "up" in split and "tokens.up" not in split
+
+
+def test_activations_that_learn_are_split_but_for_those_of_two_projections() -> None:
+    with fake_grid(2, 2) as mesh, pytest.warns(UserWarning, match=r"\['ups.4', 'halves.1'\]"):
+        plan = plan_for(Learned(), mesh)
+    styles = {name: plan[name] for name in plan if name.startswith("acts.")}
+    assert [name for name, style in styles.items() if isinstance(style, Local2D)] == [
+        f"acts.{number}" for number in range(4)
+    ]

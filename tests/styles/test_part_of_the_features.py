@@ -57,6 +57,17 @@ def _gated(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+class Scaled(nn.Module):
+    """By a parameter for each feature, before what gates."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _gated(x * self.scale)
+
+
 def _attention(x: Tensor) -> Tensor:
     return torch.softmax(x @ x.mT / 4, -1) @ x
 
@@ -218,12 +229,22 @@ RIGHT = {
         lambda x: x / (1 + _sum_of_squares(x)), up=Colwise2D(use_local_output=False)
     ),
 }
+SPLIT = Shard(0), Shard(-1)
+AS_A_SHARD = {"down": Rowwise2D(input_layouts=SPLIT, output_layouts=Replicate())}
+SCALED = {"act": Local2D(params={"scale": Shard(0)})}
+SCALED_AS_A_SHARD = {"act": Local2D(params={"scale": Shard(0)}, input_layouts=SPLIT)}
 JOINED = {
     "stacked": Case(lambda x: torch.stack([x, x.sin()], 2).flatten(2), WIDE, 2 * WIDE),
     "tokens of features": Case(lambda x: x.flatten(1)[:, None].expand(-1, 5, -1), WIDE, 5 * WIDE),
     "shuffled": Case(lambda x: x.unflatten(-1, (2, -1)).mT.flatten(2)),
     "joined": Case(lambda x: torch.cat([x, x.sin()], -1), WIDE, 2 * WIDE),
     "two that are not taken apart": Case(F.gelu, 2 * WIDE, 2 * WIDE, FUSED),
+    "joined, and declared": Case(lambda x: torch.cat([x, -x], -1), WIDE, 2 * WIDE, more=AS_A_SHARD),
+    "two, and declared": Case(F.gelu, 2 * WIDE, 2 * WIDE, FUSED, more=AS_A_SHARD),
+    "a scale of two": Case(Scaled(2 * WIDE), 2 * WIDE, WIDE, FUSED, more=SCALED),
+    "a scale of two, and declared": Case(
+        Scaled(2 * WIDE), 2 * WIDE, WIDE, FUSED, more=SCALED_AS_A_SHARD
+    ),
 }
 BY_LOCAL2D = {
     f"{name} by Local2D": Case(act, more={"act": Local2D(input_layouts=Shard(-1))})
@@ -284,6 +305,9 @@ def test_what_is_made_of_a_part_of_the_features(rows: int, columns: int, records
 
     In a forward without gradients nothing learns, and a maximum of the features went on unseen.
     Functions that torch's own modules call were not looked at where these have a plan entry.
+
+    Features of two projections, side by side, met the shards of a parameter that has a number for
+    each, and a plan that declared them to be a shard was believed: in silence, too.
     """
     for said in world.run(rows * columns, _said, rows, columns, records):
         for name in SUMS | ALL_OF_THEM | SOME_OF_THEM:

@@ -187,14 +187,17 @@ class SplitDims(Findings, TorchFunctionMode):
                 return f"of whose dim {dim} each rank has a part along {self.grid.col.name}"
         return ""
 
-    def holds(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
+    def holds(self, x: Tensor, layout: Layout, *, certain: bool, takes_fused: bool) -> str:
         """What a tensor that a module takes in ``layout`` holds instead, and what to do."""
-        found = self._sums.find(x)
+        found = None if certain else self._sums.find(x)
         if found is not None and not isinstance(layout[found[0]], Partial):
             return f", a sum of this rank's part: {found[1]}"
+        if takes_fused or isinstance(layout[1], Replicate):
+            return ""
         for dim, part in self._split_dims(x).items():
-            mixed_up = part.of == "joined" or (part.of == "fused" and layout[1] == Shard(dim))
-            if part.axis and mixed_up and not (takes_fused or isinstance(layout[1], Replicate)):
+            # A part of each of several is no shard, whatever a plan says.
+            fused = part.of == "fused" and layout[1] == Shard(dim)
+            if part.axis and (fused or (part.of == "joined" and not certain)):
                 return holds_several(dim)
         return ""
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor import Replicate as Whole
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import check_mesh
 from ..mesh.layouts import Layout
@@ -37,10 +38,13 @@ __all__ = ["DerivedPlan", "derived_plan"]
 
 _ONE_BY_ONE = frozenset(
     {
-        *("add", "clamp", "contiguous", "div", "dropout", "elu", "exp", "float", "gelu"),
-        *("hardswish", "hardtanh", "leaky_relu", "mish", "mul", "neg", "pow", "prelu", "relu"),
-        *("relu6", "rmul", "rsub", "sigmoid", "silu", "softplus", "softsign", "sqrt", "square"),
-        *("sub", "tanh", "threshold", "to", "truediv", "type", "type_as", "where"),
+        *("abs", "add", "celu", "clamp", "contiguous", "cos", "cosh", "div", "dropout", "elu"),
+        *("eq", "erf", "exp", "expm1", "float", "ge", "gelu", "gt", "hardshrink", "hardswish"),
+        *("hardtanh", "le", "leaky_relu", "log", "log1p", "logsigmoid", "lt", "maximum"),
+        *("minimum", "mish", "mul", "ne", "neg", "pow", "prelu", "reciprocal", "relu", "relu6"),
+        *("rmul", "rpow", "rsqrt", "rsub", "rtruediv", "selu", "sigmoid", "sign", "silu", "sin"),
+        *("sinh", "softplus", "softshrink", "softsign", "sqrt", "square", "sub", "tan", "tanh"),
+        *("tanhshrink", "threshold", "to", "truediv", "type", "type_as", "where"),
     }
 )
 """Elementwise functions, which a tensor may go through with its features split."""
@@ -169,15 +173,27 @@ class _Derivation:
             met = through[source] | self.seen.functions[source]
             if met - _ONE_BY_ONE - cut or parts not in ((1, 2, 3) if cut else (1,)):
                 return
+        between = [name for source in group for name in self.users[source] if name != close]
+        learned = {name: self._on_features(name, width) for name in between}
+        if None in learned.values():
+            return
         for source in group:
             parts = self._widths(source)[1] // width
             style = self.parts.colwise(**({"parts": parts} if parts > 1 else {}))
             self._name(source, style, f"opens what {close} closes", split=True)
-            for name in filter(self._is_vectors, self.users[source]):
-                # A learnable activation with a parameter for each feature, sharded with them.
-                part = Replicate(input_layouts=Shard(-1), row_dim=self.parts.row_dim)
-                self._name(name, part, "on features that are split")
+        for name, activation in learned.items():
+            if activation is not None:
+                self._name(name, activation, "on features that are split")
         self._name(close, self.parts.rowwise(), f"closes {_listed(group)}")
+
+    def _on_features(self, name: str, width: int) -> Local2D | None:
+        """An activation that learns a number for all features or one for each, if it does."""
+        params = dict[str, Placement]()
+        for param, values in self.modules[name].named_parameters(recurse=False):
+            if values.shape not in ((), (1,), (width,)):
+                return None
+            params[param] = Shard(0) if values.shape == (width,) else Partial()
+        return Local2D(params=params, input_layouts=(Shard(self.parts.row_dim), Shard(-1)))
 
     def _attention(self, call: Attention, group: Sequence[str], close: str) -> None:
         width = self._widths(close)[0]

@@ -72,10 +72,11 @@ class Watch(Protocol):
     def lies_elsewhere(self, x: Tensor, layout: Layout) -> str:
         """Which dim ``tp_col`` splits of a tensor, if on the mesh ``layout`` splits another."""
 
-    def holds(self, x: Tensor, layout: Layout, *, takes_fused: bool) -> str:
+    def holds(self, x: Tensor, layout: Layout, *, certain: bool, takes_fused: bool) -> str:
         """What a tensor that a module takes in ``layout`` holds instead, and what to do.
 
         Args:
+            certain: the user declared the layout on both axes.
             takes_fused: the module may take features of several projections, of each a part.
         """
 

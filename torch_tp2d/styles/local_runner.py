@@ -67,7 +67,9 @@ class LocalRunner(Runner):
         declared = self.samples if self.declared is None else self.declared
         self.own = OwnDropout(module, Masks(grid, 0, declared, (), module))
         self.looked_at = False
-        self.has_whole = any(not isinstance(style.params.get(n), Shard) for n in self.names)
+        placed = style.params.items()
+        self.split = {name: p.dim for name, p in placed if isinstance(p, Shard)}
+        self.has_whole = any(name not in self.split for name in self.names)
         self.partial = {n for n, p in style.params.items() if isinstance(p, dt.Partial)}
 
     def resolved(self) -> Resolved:
@@ -145,7 +147,9 @@ class LocalRunner(Runner):
         else:
             layout = self._found(module, x)
         layout = normalize(layout, x.ndim)
-        check_handed(x, layout, module, grid, certain=self.certain, takes_fused=True)
+        by_features = grid.context.watch is not None and self._has_each_feature(module, x, layout)
+        fused = not by_features
+        check_handed(x, layout, module, grid, certain=self.certain, takes_fused=fused)
         parts = parts_asked(x, layout, module, grid)
         if declared is None and grid.row.size > 1 and layout[0].is_replicate() and not parts[0]:
             raise ValueError(
@@ -155,6 +159,13 @@ class LocalRunner(Runner):
                 f"output_layouts={self.samples}"
             )
         return layout, parts, parts[1] or isinstance(layout[1], Shard)
+
+    def _has_each_feature(self, module: nn.Module, x: Tensor, layout: Layout) -> bool:
+        """Whether a parameter has a shard of as many entries as ``x`` has where it is split."""
+        return isinstance(layout[1], Shard) and any(
+            getattr(module, name).to_local().shape[dim] == x.shape[layout[1].dim]
+            for name, dim in self.split.items()
+        )
 
     def _found(self, module: nn.Module, x: Tensor) -> Layout:
         """The layout of a local input for which none is declared."""

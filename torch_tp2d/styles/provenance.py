@@ -64,11 +64,11 @@ def check_handed(
             f"use_local_output=False"
         )
     watch = grid.context.watch
-    if watch is not None and not certain:
+    if watch is not None:
         layout = normalize(declared, x.ndim)
         there = on_mesh(layout, grid.axes)
-        elsewhere = watch.lies_elsewhere(x, there)
-        held = watch.holds(x, there, takes_fused=takes_fused)
+        elsewhere = "" if certain else watch.lies_elsewhere(x, there)
+        held = watch.holds(x, there, certain=certain, takes_fused=takes_fused)
         # Only then: what describes a module computes what is parametrized of it.
         given = elsewhere or held
         given = given and (
