@@ -95,10 +95,10 @@ SIZES: dict[str, Any] = {
 """Of a Llama, tiny."""
 
 
-def decoder(family: str) -> Any:
+def decoder(family: str, **other: Any) -> Any:
     torch.manual_seed(0)
     sizes = {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **FAMILIES[family]})
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **FAMILIES[family], **other})
     kind = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")
     model = kind(config)
     if any(".experts." in name for name, _ in model.named_parameters()):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ..._tracing import in_graph, static
 from ...comm import Pending, reshard_fused_grad
 from ...mesh.grid import Grid
+from ...mesh.handed import hand_out, said_of
 from ...mesh.layouts import STATIONARY, Layout, same_placement
 from ...ops import matmul
 from ...ops.matmul import ALGORITHMS, IN_ROUNDS, Call, Cut, LinearOp, Shards, linear2d
@@ -243,7 +244,9 @@ class StationaryRunner(_OpRunner):
         y = self.exit.output(y, sizes)
         if self.parts:
             # The weight must not move, so the features of the output are exchanged instead.
+            said = said_of(y)
             y, _ = reshard_fused_grad(y, y.ndim - 1, None, self.parts, self.grid.col)
+            y = hand_out(y, said)
         return y
 
 
