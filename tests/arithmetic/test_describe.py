@@ -230,7 +230,7 @@ def test_ready_plans_move_and_hold_what_is_predicted(rows: int, columns: int) ->
         # prediction is of the latest moment, which eight ranks on two cores may never see.
         measured = [peak for _, peaks in answers for peak in peaks[name][0]]
         predicted = max(peaks[name][1] for _, peaks in answers)
-        most = (1.05 if rows * columns <= 4 else 1.1) * max(measured)
+        most = (1.1 if name == "t5" and rows * columns > 4 else 1.05) * max(measured)
         # On NCCL's transport too it is gloo that sends, which copies what it reduce-scatters.
         least = 0.0 if os.environ.get("TP2D_TRANSPORT") else 0.95 * min(measured)
         assert least < predicted < most, (name, measured, predicted)

@@ -36,8 +36,8 @@ def _made(kind: str, config: str, **sizes: Any) -> nn.Module:
 
 def _decoder(family: str) -> nn.Module:
     # Its attention is not scaled_dot_product_attention, so that heads have to divide by 3, too.
-    more = {"num_attention_heads": 12, "num_key_value_heads": 12} if family == "Gemma2" else {}
-    model = decoder(family, **more)
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 48}
+    model = decoder(family, **(heads if family == "Gemma2" else {}))
     if any(".experts." in name for name, _ in model.named_parameters()):
         # "eager" asks which tokens an expert has, and fake tokens have no values.
         model.set_experts_implementation("batched_mm")
