@@ -286,7 +286,7 @@ def _said(rows: int, columns: int, records: bool) -> dict[str, str]:
             continue
         model = Between(VOCAB, WIDTH, lambda case=case: case.kind(*case[:3])).double()
         reference = copy.deepcopy(model)
-        reference.middle.act = ONE_DEVICE.get(name, case.act)
+        reference.middle.act = copy.deepcopy(ONE_DEVICE.get(name, case.act))
         ids = torch.randint(0, VOCAB, (4, 5), generator=torch.Generator().manual_seed(1))
         plan = {
             "embed": Rowwise2D(output_layouts=Replicate()),

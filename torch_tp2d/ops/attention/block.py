@@ -33,6 +33,7 @@ __all__ = [
     "largest_of",
     "merge",
     "of_little_range",
+    "readable",
     "scores_of",
     "repeat_heads",
     "sum_repeated_heads",
@@ -206,16 +207,24 @@ def attend_to_all(
         weights = safe_softmax(scores, -1, wide(scores.dtype))
         return (drop(weights) @ value.to(weights.dtype)).to(query.dtype)
     if query.numel():
-        if mask is not None and mask.is_floating_point() and query.dtype == torch.float64:
-            # torch 2.13's kernel for the CPU reads a mask of four dims in single precision wrong.
-            mask = mask.to(query.dtype)
         return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal, scale=scale
+            query, key, value, readable(mask, query), is_causal=causal, scale=scale
         )
     scores = query @ key.mT
     if mask is not None and mask.is_floating_point():
         scores = scores + mask
     return scores.softmax(-1) @ value
+
+
+def readable(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask in a dtype that ``scaled_dot_product_attention`` reads right beside ``query``.
+
+    torch 2.13's kernel for the CPU reads one in single precision wrong beside queries in double, if
+    it has two or four dims.
+    """
+    if mask is not None and mask.is_floating_point() and query.dtype == torch.float64:
+        return mask.to(query.dtype)
+    return mask
 
 
 _LITTLE = 64.0

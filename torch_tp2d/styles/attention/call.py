@@ -16,7 +16,7 @@ from ...mesh.grid import describe_mesh
 from ...mesh.handed import notes_of
 from ...mesh.layouts import Layout
 from ...ops.attention import Heads, Order, Spec, gathered, ring
-from ...ops.attention.block import attend_to_all, repeat_heads
+from ...ops.attention.block import attend_to_all, readable, repeat_heads
 from ...ops.dropout import dropout
 from ..masks import next_key
 from ..module_kinds import describe_module
@@ -82,7 +82,7 @@ class Call:
         in_rows = runner.row_dim == 1
         plain = not in_rows and (heads is None or not heads.whole_key or self.grid.col.size == 1)
         if plain and not dropout_p:
-            attn_mask = self._of_own_heads(attn_mask, query, key, heads)
+            attn_mask = readable(self._of_own_heads(attn_mask, query, key, heads), query)
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
