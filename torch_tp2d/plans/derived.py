@@ -186,13 +186,18 @@ class _Derivation:
                 self._name(name, activation, "on features that are split")
         self._name(close, self.parts.rowwise(), f"closes {_listed(group)}")
 
-    def _on_features(self, name: str, width: int) -> Local2D | None:
-        """An activation that learns a number for all features or one for each, if it does."""
+    def _on_features(self, name: str, width: int) -> ParallelStyle | None:
+        """The style of an activation that learns a number for all features, or one for each.
+
+        None for any other parameter. A module that has buffers alone takes DTensors.
+        """
         params = dict[str, Placement]()
         for param, values in self.modules[name].named_parameters(recurse=False):
             if values.shape not in ((), (1,), (width,)):
                 return None
             params[param] = Shard(0) if values.shape == (width,) else Partial()
+        if not params:
+            return Replicate(input_layouts=Shard(-1), row_dim=self.parts.row_dim)
         return Local2D(params=params, input_layouts=(Shard(self.parts.row_dim), Shard(-1)))
 
     def _attention(self, call: Attention, group: Sequence[str], close: str) -> None:

@@ -147,8 +147,7 @@ class LocalRunner(Runner):
         else:
             layout = self._found(module, x)
         layout = normalize(layout, x.ndim)
-        by_features = grid.context.watch is not None and self._has_each_feature(module, x, layout)
-        fused = not by_features
+        fused = grid.context.watch is None or not self._has_each_feature(module, x, layout)
         check_handed(x, layout, module, grid, certain=self.certain, takes_fused=fused)
         parts = parts_asked(x, layout, module, grid)
         if declared is None and grid.row.size > 1 and layout[0].is_replicate() and not parts[0]:
