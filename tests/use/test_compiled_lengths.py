@@ -121,7 +121,7 @@ def _lengths(kind: type[nn.Module], rows: int, columns: int, backend: str) -> fl
     return worst
 
 
-@pytest.mark.parametrize("kind", [_Scaled, _Block, _Held])
+@pytest.mark.parametrize("kind", [_Scaled, deep(_Block), _Held])
 @pytest.mark.parametrize(
     "backend,grid",
     [("eager", (1, 2)), deep("aot_eager", (1, 2)), deep("aot_eager", (2, 1))],
