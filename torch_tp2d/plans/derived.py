@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
 
 from ..mesh.grid import check_mesh
 from ..mesh.layouts import Layout
@@ -191,14 +190,13 @@ class _Derivation:
 
         None for any other parameter. A module that has buffers alone takes DTensors.
         """
-        params = dict[str, Placement]()
-        for param, values in self.modules[name].named_parameters(recurse=False):
-            if values.shape not in ((), (1,), (width,)):
-                return None
-            params[param] = Shard(0) if values.shape == (width,) else Partial()
-        if not params:
+        learned = dict(self.modules[name].named_parameters(recurse=False))
+        if not learned:
             return Replicate(input_layouts=Shard(-1), row_dim=self.parts.row_dim)
-        return Local2D(params=params, input_layouts=(Shard(self.parts.row_dim), Shard(-1)))
+        if any(param.shape not in ((), (1,), (width,)) for param in learned.values()):
+            return None
+        each = {key: Shard(0) for key, param in learned.items() if param.shape == (width,)}
+        return Local2D(params=each, input_layouts=(Shard(self.parts.row_dim), Shard(-1)))
 
     def _attention(self, call: Attention, group: Sequence[str], close: str) -> None:
         width = self._widths(close)[0]

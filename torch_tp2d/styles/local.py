@@ -67,11 +67,12 @@ class Local2D(GridStyle):
             DTensors and is not known to torch's pytree.
         ValueError: for a name in ``params`` that is no parameter of the module, or a dim that the
             parameter does not have; in the first forward, for a parameter that meets what is split
-            along an axis on which its gradient is not summed, or what is whole on one where it is;
-            in forward, for a DTensor that is laid out otherwise, for a
-            local tensor that a style has handed out in another layout, for an output with other
-            tokens than an input that is split by tokens, and where the plan does not tell whether
-            tokens, features or heads are split, if ``input_layouts`` are not given.
+            along an axis on which its gradient is not summed, or what is whole on one where it is,
+            and for features of several projections, side by side, that meet a parameter with a
+            number for each; in forward, for a DTensor that is laid out otherwise, for a local
+            tensor that a style has handed out in another layout, for an output with other tokens
+            than an input that is split by tokens, and where the plan does not tell whether tokens,
+            features or heads are split, if ``input_layouts`` are not given.
 
     Example::
 
