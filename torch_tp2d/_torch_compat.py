@@ -76,6 +76,14 @@ are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is active, which the styles refuse."""
 
 
+def apply_in_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, without looking for what transforms of torch.func have left.
+
+    For each argument that takes Python, together longer than a small product.
+    """
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def version(x: Tensor) -> int | None:
     """How often a tensor was changed in place, to tell whether results from it are up to date.
 
@@ -465,7 +473,8 @@ def dtensor_of(local: Tensor, spec: Any) -> DTensor:
     # A copy of the spec, as torch changes specs in place.
     own = object.__new__(type(spec))
     own.__dict__.update(spec.__dict__)
-    return DTensor(local, own, requires_grad=False)
+    # Without __init__, which does nothing but tell torch.export.
+    return DTensor.__new__(DTensor, local, own, requires_grad=False)
 
 
 # Modules, and how data parallelism wraps them

@@ -15,15 +15,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.fx.traceback import annotate
 
-from ._torch_compat import begins_no_graph
+from ._torch_compat import apply_in_eager, begins_no_graph
 
-__all__ = ["WEIGHT", "eager_only", "in_graph", "in_one_piece", "moving_weight", "static"]
+__all__ = [
+    "WEIGHT",
+    "apply_node",
+    "eager_only",
+    "in_graph",
+    "in_one_piece",
+    "moving_weight",
+    "static",
+]
 
 
 in_graph = torch.compiler.is_compiling
@@ -45,8 +53,13 @@ WEIGHT = "tp2d_weight"
 
 
 def moving_weight() -> AbstractContextManager[Any]:
-    """Inside it a graph's nodes are noted to move a weight."""
-    return annotate({WEIGHT: True}) if in_graph() else nullcontext()
+    """Inside it a graph's nodes are noted to move a weight. For graphs alone."""
+    return annotate({WEIGHT: True})
+
+
+def apply_node(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, by the shortest way: the styles refuse transforms of torch.func."""
+    return function.apply(*args) if in_graph() else apply_in_eager(function, *args)
 
 
 def eager_only(run: Callable[..., None]) -> Callable[..., None]:

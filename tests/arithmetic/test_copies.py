@@ -95,7 +95,7 @@ class TestCopies(TestCase):
             _report(1, 4),
             """\
 forward  3 copies, 2 others, 6 products; 1.50 copied
-backward 4 copies, 6 others, 8 products; 1.75 copied""",
+backward 3 copies, 6 others, 8 products; 1.50 copied""",
         )
 
     def test_a_pair_on_2_x_2(self) -> None:

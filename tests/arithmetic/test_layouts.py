@@ -13,8 +13,8 @@ from torch_tp2d.mesh.layouts import (
     normalize,
     same_layout,
     same_placement,
-    steps,
 )
+from torch_tp2d.mesh.routes import steps
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 12, 13, 50257])

@@ -273,6 +273,25 @@ def _() -> None:
     assert compat.tree_map_only(Tensor, torch.numel, tree) == [1, {"a": (2, 3)}]
 
 
+@of("apply_in_eager")
+def _() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
+            ctx.by = by
+            return x * by
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0] * ctx.by, None
+
+    x = torch.ones(2, requires_grad=True)
+    y = compat.apply_in_eager(Double, x, 2)
+    assert type(y.grad_fn) is type(Double.apply(x, 2).grad_fn)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, torch.full((2,), 2.0))
+
+
 @of("version")
 def _() -> None:
     x = torch.ones(2)

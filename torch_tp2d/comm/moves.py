@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from .._torch_compat import unviewed
-from .._tracing import in_graph
+from .._tracing import apply_node, in_graph
 from ..mesh.layouts import same_placement
 from .axis import Axis
 from .fused import reshard_fused
@@ -115,7 +115,7 @@ def move(
     src_grad = _grad_of(src)
     if same_placement(src, dst) and same_placement(src_grad, dst_grad):
         return x
-    return _Move.apply(x, axis, src, dst, src_grad, dst_grad, sizes)
+    return apply_node(_Move, x, axis, src, dst, src_grad, dst_grad, sizes)
 
 
 class _ReshardFused(torch.autograd.Function):

@@ -25,12 +25,10 @@ from .layouts import (
     Layout,
     contiguous_spec,
     describe_mesh,
-    moves_dim,
     normalize,
-    same_layout,
     shards_dim,
-    steps,
 )
+from .routes import Route, Step, route
 
 __all__ = ["Axes", "Grid", "Sizes", "check_mesh", "describe_mesh", "part_of"]
 
@@ -70,6 +68,8 @@ class Grid:
         self.fused_col = replace(self.col, fuses=True)
         self.spec = lru_cache(16)(partial(contiguous_spec, mesh))
         """DTensor's spec of placements, a global shape and a dtype."""
+        self.route = lru_cache(64)(route)
+        """The route between two layouts, in eager."""
 
     def __deepcopy__(self, memo: Any) -> Grid:
         return self
@@ -160,27 +160,6 @@ class Grid:
             return col, row
         return (Replicate(), col) if row == col else None
 
-    def misfit(self, x: Tensor, declared: Layout) -> tuple[Layout, Layout] | None:
-        """The layouts ``(handed, declared)``, if a style has handed ``x`` out in another one.
-
-        None if the layouts agree, or if no style has handed ``x`` out. The same on every rank.
-        """
-        _, layout, _, axes, *_ = said_of(x)
-        if layout is None or axes is None:
-            return None
-        if axes == self.axes and same_layout(layout, declared):
-            return None
-        handed, declared = (
-            on_mesh(normalize(layout, x.ndim), of)
-            for layout, of in ((layout, axes), (declared, self.axes))
-        )
-        pairs = zip(self.mesh.shape, handed, declared, strict=True)
-        differs = any(size > 1 and have != want for size, have, want in pairs)
-        # Where both axes shard one dim, styles on swapped axes nest the shards in opposite order.
-        nested = isinstance(handed[0], Shard) and handed[0] == handed[1]
-        turned = nested and 1 not in self.mesh.shape and TP_ROW in (axes, self.axes)
-        return (handed, declared) if differs or (turned and axes != self.axes) else None
-
     def tokens_of(self, x: Tensor) -> Sizes | None:
         """:meth:`sizes_of`, or else the sizes of the tokens under way, if ``x`` has as many dims.
 
@@ -188,10 +167,14 @@ class Grid:
         last. A tensor that the user's code has made of the other stream is recognised by the
         autograd graph, where there is one: by the sizes noted for the tensors it was made of.
         """
-        sizes = self.sizes_of(x)
+        return self.sizes_and_tokens(x)[1]
+
+    def sizes_and_tokens(self, x: Tensor) -> tuple[Sizes | None, Sizes | None]:
+        """:meth:`sizes_of` and :meth:`tokens_of`."""
+        sizes = tokens = self.sizes_of(x)
         if sizes is None and self.context.tokens is not None:
-            sizes = tokens_told(x) or self.context.tokens
-        return sizes if sizes is not None and x.ndim == len(sizes) + 1 else None
+            tokens = tokens_told(x) or self.context.tokens
+        return sizes, tokens if tokens is not None and x.ndim == len(tokens) + 1 else None
 
     def begin(self, x: Tensor) -> None:
         """Take the tokens of ``x``, which a module of the user's is given, for those under way.
@@ -230,16 +213,16 @@ class Grid:
         ]
         return lambda: tuple(extent() for extent in asked)
 
-    def check_part(self, x: Tensor, src: Layout, dst: Layout) -> None:
-        """Refuse a shard whose sizes do not fit a redistribution from ``src`` to ``dst``.
+    def check_part(self, x: Tensor, way: Route) -> None:
+        """Refuse a shard of ``way.src`` whose sizes do not fit a redistribution to ``way.dst``.
 
         Raises:
             ValueError: if they do not, before anything is sent.
         """
-        src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
-        for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard) and p.dim < x.ndim - 1}:
-            if moves_dim(dim, src, dst):
-                extent_told(x, dim, self.cuts(dim, src), src, self.tokens_of(x), self.mesh)
+        for dim in way.moved:
+            if dim < x.ndim - 1:
+                axes = self.cuts(dim, way.src)
+                extent_told(x, dim, axes, way.src, self.tokens_of(x), self.mesh)
 
     def cuts(self, dim: int, layout: Layout) -> list[Axis]:
         """The axes that shard a dim, outermost first."""
@@ -328,7 +311,10 @@ class Grid:
         """
         if sizes is not None and len(sizes) != x.ndim - 1:
             sizes = None
-        known = (self.tokens_of(x) if known is None else known) if sizes is None else sizes
+        if sizes is not None:
+            known = sizes
+        elif known is None and self.context.tokens is not None:
+            known = self.tokens_of(x)
         local = None if isinstance(given, DTensor) else given
         axes = (self.row,) if local is None else (self.row, self.col)
         for axis in () if self.context.tokens is None or _has_several(x) else axes:
@@ -339,8 +325,10 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        named = zip(names_of(self.axes), shares, strict=True) if any(shares) else ()
-        told: frozenset[str] = frozenset().union(*(names for names, one in named if one))
+        told: frozenset[str] = frozenset()
+        if any(shares):
+            named = zip(names_of(self.axes), shares, strict=True)
+            told = told.union(*(names for names, one in named if one))
         return hand_out(
             x, Handed(sizes, layout, x.ndim, self.axes, known, told, by=by, fused=fused)
         )
@@ -363,31 +351,38 @@ class Grid:
             partial_grad: for each axis on which ``dst`` is replicated, whether the gradient of
                 the result is partial.
         """
-        src, dst = normalize(src, x.ndim), normalize(dst, x.ndim)
-        if same_layout(src, dst) and not any(partial_grad):
+        way = (route if in_graph() else self.route)(src, dst, x.ndim)
+        return self.follow(x, way, features=features, shape=shape, partial_grad=partial_grad)
+
+    def follow(
+        self,
+        x: Tensor,
+        way: Route,
+        *,
+        features: int | None = None,
+        shape: Sequence[int] | None = None,
+        partial_grad: tuple[bool, bool] = (False, False),
+    ) -> Tensor:
+        """:meth:`redistribute` from ``way.src`` to ``way.dst``."""
+        if way.same and not any(partial_grad):
             return x
         extents: dict[int, int] = {}
-        for dim in {p.dim for p in (*src, *dst) if isinstance(p, Shard)}:
-            if moves_dim(dim, src, dst):
-                known = None if shape is None else shape[dim]
-                extents[dim] = self.extent(x, dim, src, features) if known is None else known
-        for step_src, step_dst, on_col in steps(src, dst):
-            axis = self.col if on_col else self.row
-            here, there = step_src[on_col], step_dst[on_col]
-            final = step_dst[on_col] == dst[on_col] and isinstance(there, Replicate)
-            x = move(
-                x,
-                axis,
-                here,
-                there,
-                {dim: self._wire_sizes(n, dim, step_src, on_col) for dim, n in extents.items()},
-                partial_grad=final and partial_grad[on_col],
-            )
+        for dim in way.moved:
+            known = None if shape is None else shape[dim]
+            extents[dim] = self.extent(x, dim, way.src, features) if known is None else known
+        for step in way.steps:
+            axis = self.col if step.on_col else self.row
+            if axis.size > 1:
+                sizes: dict[int, Sequence[int]] = {
+                    dim: self._wire_sizes(extent, dim, step) for dim, extent in extents.items()
+                }
+                summed = step.replicates and partial_grad[step.on_col]
+                x = move(x, axis, step.src, step.dst, sizes, partial_grad=summed)
         return x
 
-    def _wire_sizes(self, extent: int, dim: int, layout: Layout, on_col: int) -> tuple[int, ...]:
-        axis, other = (self.col, self.row) if on_col else (self.row, self.col)
-        if shards_dim(layout[1 - on_col], dim):
+    def _wire_sizes(self, extent: int, dim: int, step: Step) -> tuple[int, ...]:
+        axis, other = (self.col, self.row) if step.on_col else (self.row, self.col)
+        if shards_dim(step.before[1 - step.on_col], dim):
             extent = other.split(extent)[other.index]
         return axis.split(extent)
 

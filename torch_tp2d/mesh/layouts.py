@@ -32,7 +32,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import spec_for
-from .._tracing import in_graph, static
+from .._tracing import static
 
 __all__ = [
     "BLOCK",
@@ -51,7 +51,6 @@ __all__ = [
     "describe_mesh",
     "feature_layout",
     "is_pair",
-    "moves_dim",
     "nested_chunk_sizes",
     "normalize",
     "reduced",
@@ -59,7 +58,6 @@ __all__ = [
     "same_layout",
     "same_placement",
     "shards_dim",
-    "steps",
 ]
 
 TP_ROW = "tp_row"
@@ -153,8 +151,8 @@ def same_placement(a: Placement, b: Placement) -> bool:
 
     torch 2.13 takes 3 us to tell placements of two kinds apart, and 0.15 us for one kind.
     """
-    # Dynamo of torch 2.12 compares no types.
-    return (in_graph() or type(a) is type(b)) and a == b
+    # Not by type(), as Dynamo of torch 2.12 compares no types.
+    return a.is_replicate() == b.is_replicate() and a == b
 
 
 def same_layout(a: Layout, b: Layout) -> bool:
@@ -188,50 +186,11 @@ def _from_front(placement: Placement, ndim: int, layout: Layout) -> Placement:
     return Shard(static(dim + ndim))
 
 
-def steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout, int]]:
-    """The steps from ``src`` to ``dst``, one axis each: ``(before, after, whether on tp_col)``.
-
-    Partial sums are reduced first and ``tp_col`` gathers last, since both make the transfer on the
-    other axis smaller. Where both axes shard one dim the shards of ``tp_col`` lie inside those of
-    ``tp_row``, so ``tp_row`` may only change while ``tp_col`` does not shard that dim.
-    """
-    row_changes = not same_placement(src[0], dst[0])
-    gathers_col = src[1].is_shard() and dst[1].is_replicate()
-    row_dims = {p.dim for p in (src[0], dst[0]) if isinstance(p, Shard)} if row_changes else set()
-    taken: list[tuple[Layout, Layout, int]] = []
-    now = src
-
-    def step(to: Layout, on_col: int) -> None:
-        nonlocal now
-        taken.append((now, to, on_col))
-        now = to
-
-    inside_now = isinstance(now[1], Shard) and now[1].dim in row_dims
-    inside_then = isinstance(dst[1], Shard) and dst[1].dim in row_dims
-    if inside_now:
-        step((now[0], Replicate() if inside_then else dst[1]), 1)
-        step((dst[0], now[1]), 0)
-        if inside_then:
-            step(dst, 1)
-    elif inside_then or src[0].is_partial() or (row_changes and gathers_col):
-        step((dst[0], now[1]), 0)
-        step(dst, 1)
-    else:
-        step((now[0], dst[1]), 1)
-        step(dst, 0)
-    return taken
-
-
 def shards_dim(placement: Placement, dim: int) -> bool:
     """Whether a placement, of dims counted from the front, shards ``dim``."""
     # An isinstance that fails takes ten times as long, and Dynamo of torch 2.12 compares no types.
     replicated = placement.is_replicate()
     return not replicated and isinstance(placement, Shard) and placement.dim == dim
-
-
-def moves_dim(dim: int, src: Layout, dst: Layout) -> bool:
-    """Whether some axis starts or stops sharding ``dim``."""
-    return any(shards_dim(a, dim) != shards_dim(b, dim) for a, b in zip(src, dst, strict=True))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import parameters_of
+from .._torch_compat import parameters_of, submodules_of
 from .._tracing import eager_only
 from ..mesh.grid import describe_mesh
 
@@ -24,12 +24,7 @@ def refuse_dense(module: nn.Module, mesh: DeviceMesh) -> None:
 
     Each rank would compute its gradient of the tokens that it has alone.
     """
-    # Without names, which take longer than all else, as this is asked in each forward.
-    if not any(
-        param is not None and param.requires_grad and not isinstance(param, DTensor)
-        for owner in module.modules()
-        for param in parameters_of(owner).values()
-    ):
+    if not _has_dense(module):
         return
     plain = [
         f"{name} {tuple(param.shape)}"
@@ -44,6 +39,21 @@ def refuse_dense(module: nn.Module, mesh: DeviceMesh) -> None:
         f"modules inside it have entries of their own, or freeze it; "
         f"parallelize_module takes a module that was put in later, too"
     )
+
+
+def _has_dense(module: nn.Module) -> bool:
+    # Without names or generators, which take longer than all else: this is asked in each forward.
+    waiting, seen = [module], {module}
+    while waiting:
+        owner = waiting.pop()
+        for param in parameters_of(owner).values():
+            if param is not None and param.requires_grad and not isinstance(param, DTensor):
+                return True
+        for child in submodules_of(owner).values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return False
 
 
 class DenseParameters:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..mesh.layouts import STATIONARY, Layout, MatmulRule, normalize, steps
+from ..mesh.layouts import STATIONARY, Layout, MatmulRule, normalize
+from ..mesh.routes import steps
 
 __all__ = ["LinearTraffic", "Traffic", "layout_traffic", "linear_traffic"]
 

@@ -186,7 +186,12 @@ class Recorder(TorchDispatchMode):
 
     def attribute(self, module: nn.Module | None) -> OnBehalf:
         """See :meth:`torch_tp2d.runtime.context.Context.on_behalf_of`."""
-        return partial(self._as, self.current() if module is None else self._names.get(module, ""))
+        name = self.current() if module is None else self._names.get(module, "")
+        return partial(self._on_behalf, name)
+
+    def _on_behalf(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        with self._as(name):
+            return function(*args)
 
     @contextmanager
     def _as(self, name: str) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -34,13 +33,20 @@ __all__ = [
     "Watch",
     "autocast_dtype",
     "context_of",
+    "directly",
     "in_backward",
     "selective_region",
 ]
 
 Sizes = tuple[int, ...]
-OnBehalf = Callable[[], AbstractContextManager[Any]]
+OnBehalf = Callable[..., Any]
+"""Calls a function, its first argument, on behalf of a module."""
 Attribute = Callable[[nn.Module | None], OnBehalf]
+
+
+def directly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on behalf of nobody in particular."""
+    return function(*args)
 
 
 def in_backward() -> bool:
@@ -155,12 +161,12 @@ class Context:
         return f"Context(mesh={self.of}, tokens={self.tokens}, {said})"
 
     def on_behalf_of(self, module: nn.Module | None = None) -> OnBehalf:
-        """A context to enter around work that is done ahead for a module, or deferred by it.
+        """What calls a function that works ahead for a module, or that the module has deferred.
 
         Args:
             module: None is the one that runs now.
         """
-        return nullcontext if self.attribute is None else self.attribute(module)
+        return directly if self.attribute is None else self.attribute(module)
 
     def forget(self) -> None:
         """Drop what was kept of a forward; called when one begins or has ended.
@@ -186,6 +192,8 @@ class TensorMemo:
 
     def get(self, x: Tensor, key: Any) -> Any:
         """The value put for this very tensor under the same key; None if it was changed since."""
+        if not self._entries.data:
+            return None
         entry = self._entries.get(x)
         if entry is None or entry[0] != key or entry[1] != _state(x):
             return None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, takewhile
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
 from .._tracing import eager_only, in_graph
 from ..comm import Pending
-from .context import Context, OnBehalf, autocast_dtype, in_backward, selective_region
+from .context import Context, OnBehalf, autocast_dtype, directly, in_backward, selective_region
 from .reductions import backward_of, drop_unfinished
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
 from .unseen import UnseenChanges
@@ -61,15 +60,14 @@ class Prepared:
     gather: Callable[[], Pending] | None = None
     sources: Sequence[Tensor] = ()
     own: Tensor | None = None
-    on_behalf: OnBehalf = nullcontext
+    on_behalf: OnBehalf = directly
     _then: Sequence[tuple[Tensor, Tensor]] = ()
     _moving: Pending | None = None
 
     def start(self) -> None:
         """Start the gather, unless there is none or it has started."""
         if self._moving is None and self.gather is not None:
-            with self.on_behalf():
-                self._moving = self.gather()
+            self._moving = self.on_behalf(self.gather)
 
     @property
     def moving(self) -> Pending:
@@ -189,8 +187,7 @@ class Pass:
             if runner is None or not is_whole(module, runner.grid.mesh):
                 break
             on_behalf = runner.grid.context.on_behalf_of(module)
-            with on_behalf():
-                ready = runner.prepare(module)
+            ready = on_behalf(runner.prepare, module)
             ready.on_behalf = on_behalf
             ready.remember()
             self._ahead.append((_Seen(module), ready))
@@ -277,7 +274,7 @@ class Forward:
         if self._begun and self._begun[-1] is not None:
             unseen = self.context.unseen
             unseen.ask()
-            if not any(_learns(x) for x in tree_leaves(output)):
+            if not any(map(_learns, _leaves(output))):
                 unseen.tell()
 
     @eager_only
@@ -304,7 +301,7 @@ class Forward:
         if not torch.is_grad_enabled():
             return
 
-        def restore(grad: Tensor) -> None:
+        def restore(grads: Any) -> None:
             backward = backward_of(context)
             if not backward.of_pass:
                 backward.of_pass = True
@@ -316,9 +313,13 @@ class Forward:
             if tokens is not None:
                 context.tokens = tokens
 
-        for tensor in tree_leaves(output):
+        for tensor in _leaves(output):
             if _learns(tensor):
-                tensor.register_hook(restore)
+                tensor.grad_fn.register_prehook(restore)
+
+
+def _leaves(output: Any) -> list[Any]:
+    return [output] if isinstance(output, Tensor) else tree_leaves(output)
 
 
 def _learns(x: Any) -> bool:

@@ -53,15 +53,13 @@ class PendingReduction:
     def compute(self) -> None:
         """Compute this rank's part, if that is not done."""
         if callable(self.part):
-            with self._on_behalf():
-                self.part = self.part()
+            self.part = self._on_behalf(self.part)
 
     def send(self) -> None:
         """Start the reduction, if it has not started."""
         self.compute()
         if isinstance(self.part, Tensor):
-            with self._on_behalf():
-                self._pending, self.part = self._send(self.part), None
+            self._pending, self.part = self._on_behalf(self._send, self.part), None
 
     def value(self) -> Tensor:
         """Wait for the sum. The other pending reductions are started too, so that they overlap."""
@@ -149,6 +147,8 @@ def drop_unfinished(context: Context) -> None:
     If one of them was the last of a step, then what the step's micro-batches kept is given up: it
     is not in ``.grad``, and so ``zero_grad()`` does not clear it.
     """
+    if not context.backwards:
+        return
     kept = context.accumulation
     if any(kept.settle in backward.at_end for backward in context.backwards.values()):
         kept.discard()

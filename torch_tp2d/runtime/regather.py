@@ -65,8 +65,7 @@ class WeightRegather:
         if self._moving is None:
             if self._taken or not is_whole(self._module, self._module._tp2d.grid.mesh):
                 return False
-            with self._on_behalf():
-                self._moving = self._gather(self._shard)
+            self._moving = self._on_behalf(self._gather, self._shard)
             backward.at_end.append(self._abandon)
         return True
 

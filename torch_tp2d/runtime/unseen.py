@@ -76,6 +76,8 @@ class UnseenChanges:
         Raises:
             ValueError: on every rank, if a parameter had changed on one.
         """
+        if not self._compared:
+            return
         self.ask()
         while self._answer is not None:
             self.hand_on()

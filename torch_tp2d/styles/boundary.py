@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from .._tracing import in_graph
+from .._tracing import in_graph, static
 from ..mesh.grid import Grid, Sizes, describe_mesh
-from ..mesh.layouts import Layout, normalize, reduced, same_layout, same_placement, shards_dim
+from ..mesh.layouts import Layout, reduced, same_placement, shards_dim
+from ..mesh.routes import Route, route
 from ..ops.matmul import Shards
 from ..ops.matmul.inputs import Shared, gather
 from ..runtime.reductions import of_pass
@@ -57,14 +58,31 @@ class Entry:
     certain: bool = False
     given_to_all: bool = False
     fuses: bool = False
-    _layouts: dict[int, tuple[Layout, Layout]] = field(default_factory=dict, repr=False)
+    _routes: dict[tuple[int, Layout | None], Route] = field(default_factory=dict, repr=False)
+    _here: dict[int, int | None] = field(default_factory=dict, repr=False)
 
-    def layouts(self, ndim: int) -> tuple[Layout, Layout]:
-        """``declared`` and ``wanted`` of an ``ndim``-dim input, with dims counted from the front.
+    def route(self, ndim: int, given: Layout | None = None) -> Route:
+        """From ``declared``, or the layout that is given, to ``wanted`` of an ``ndim``-dim input.
 
         Kept, as every call asks.
         """
-        return _normalized(self._layouts, self.declared, self.wanted, ndim)
+        src = self.declared if given is None else given
+        if in_graph():
+            return route(src, self.wanted, ndim)
+        key = ndim, given
+        if key not in self._routes:
+            self._routes[key] = route(src, self.wanted, ndim)
+        return self._routes[key]
+
+    def features_here(self, ndim: int) -> int | None:
+        """How many features of a local ``ndim``-dim input this rank has; None if not known."""
+        if ndim not in self._here:
+            here, layout = self.features, self.route(ndim).src
+            for axis, placement in zip((self.grid.row, self.grid.col), layout, strict=True):
+                if here is not None and placement.is_shard(ndim - 1):
+                    here = axis.split(here)[axis.index]
+            self._here[ndim] = here
+        return self._here[ndim]
 
     def shard(self, x: Tensor, module: nn.Module) -> Tensor:
         """An input as the local shard that the op takes.
@@ -92,26 +110,23 @@ class Entry:
         if isinstance(x, DTensor):
             grid.layout(x, self.row_dim)
             return
-        self.check_local(x, module)
-        declared, wanted = self.layouts(x.ndim)
-        if not same_layout(declared, wanted):
-            grid.check_part(grid.without_stand_in(x, declared), declared, wanted)
+        way = self.route(x.ndim)
+        self.check_local(x, way.src, module)
+        if way.moved:
+            grid.check_part(grid.without_stand_in(x, way.src), way)
 
-    def check_local(self, x: Tensor, module: nn.Module) -> None:
+    def check_local(self, x: Tensor, layout: Layout, module: nn.Module) -> None:
         """Refuse a local tensor that lies otherwise, or has other features than this rank's.
 
         Raises:
             ValueError: if it does, before anything is sent.
         """
-        grid, (layout, _) = self.grid, self.layouts(x.ndim)
+        grid = self.grid
         check_handed(x, layout, module, grid, certain=self.certain)
-        if self.features is None or in_graph():
+        if in_graph():
             return
-        size = self.features
-        for axis, placement in zip((grid.row, grid.col), layout, strict=True):
-            if placement.is_shard(x.ndim - 1):
-                size = axis.split(size)[axis.index]
-        if x.shape[-1] != size:
+        size = self.features_here(x.ndim)
+        if size is not None and x.shape[-1] != size:
             raise ValueError(
                 f"{describe_module(module)} on mesh {describe_mesh(grid.mesh)} is given a local "
                 f"tensor of shape {tuple(x.shape)}, but in layout {layout} this rank has {size} of "
@@ -130,7 +145,7 @@ class Entry:
             pipelined: the op takes its input piece by piece; in eager, :meth:`check` was called.
         """
         result = _entered(x, self, module, pipelined)
-        if not isinstance(x, DTensor):
+        if (self.given_to_all or x.is_leaf) and not isinstance(x, DTensor):
             # Last, since it communicates: mistakes that this rank can find by itself come first.
             compare_over_ranks(
                 x,
@@ -149,15 +164,15 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     given, shape, own_account = x, None, (False, False)
     if isinstance(x, DTensor):
         x = canonical(x, sums=True)
-        declared = normalize(grid.layout(x, entry.row_dim), x.ndim)
-        wanted = normalize(entry.wanted, x.ndim)
+        way = entry.route(x.ndim, grid.layout(x, entry.row_dim))
+        declared, wanted = way.src, way.dst
         if x.device_mesh == grid.mesh:
             shape = tuple(x.shape)
         if x.device_mesh == grid.mesh and x.is_floating_point():
             # A DTensor can carry a partial gradient, so no collective is needed for it here.
             own_row, own_col = (
-                have.is_replicate() and want.is_replicate() and not whole_grad
-                for have, want in zip(declared, wanted, strict=True)
+                have.is_replicate() and replicated and not whole_grad
+                for have, replicated in zip(declared, way.replicates, strict=True)
             )
             own_account = own_row, own_col
             on_row, on_col = (
@@ -172,30 +187,28 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         else:
             x = x.to_local()
     else:
-        declared, wanted = entry.layouts(x.ndim)
+        way = entry.route(x.ndim)
+        declared, wanted = way.src, way.dst
         if not pipelined or in_graph():
-            entry.check_local(x, module)
+            entry.check_local(x, declared, module)
         own_account = parts_asked(x, declared, module, grid)
         x = grid.without_stand_in(x, declared)
         if any(own_account):
-            x, declared = _with_own_parts(x, entry, own_account, module)
-    if same_layout(declared, wanted):
+            x, declared = _with_own_parts(x, way, entry, own_account, module)
+            way = route(declared, wanted, x.ndim)
+    if way.same:
         twin = twin_of(given, declared, grid.context)
         if twin is not None:
             return twin.value() if isinstance(twin, Shared) and not pipelined else twin
     summed = x.is_floating_point() and not whole_grad
-    row_grad, col_grad = (
-        summed and want.is_replicate() and not own
-        for want, own in zip(wanted, own_account, strict=True)
-    )
-    by_rows = isinstance(declared[1], Shard) and declared[1].dim < x.ndim - 1
-    row_stays = same_placement(declared[0], wanted[0])
-    in_rounds = pipelined and by_rows and row_stays
+    row_grad = summed and way.replicates[0] and not own_account[0]
+    col_grad = summed and way.replicates[1] and not own_account[1]
+    in_rounds = pipelined and way.splits_tokens and way.row_stays
     if in_graph() and in_rounds and col_grad and grid.col.size > 1:
         return Shared(x, shards_of(x, declared, grid, features, shape, fuses=entry.fuses))
     shares = (
         col_grad
-        and (grid.col.size > 1 or not row_stays)
+        and (grid.col.size > 1 or not way.row_stays)
         and not in_graph()
         and not given.is_inference()
         # Not for a leaf: the kept result would refer back to it, and so keep it alive, through the
@@ -215,9 +228,8 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         shards = shards_of(x, declared, grid, features, shape, fuses=entry.fuses)
         result = gather(x, shards, grid.context)
     else:
-        result = grid.redistribute(
-            x, declared, wanted, features=features, shape=shape, partial_grad=(row_grad, col_grad)
-        )
+        sums = row_grad, col_grad
+        result = grid.follow(x, way, features=features, shape=shape, partial_grad=sums)
     if shares:
         grid.context.gathered.put(given, key, result)
     return result
@@ -242,7 +254,7 @@ def shards_of(
 
 
 def _with_own_parts(
-    x: Tensor, entry: Entry, parts: tuple[bool, bool], module: nn.Module
+    x: Tensor, way: Route, entry: Entry, parts: tuple[bool, bool], module: nn.Module
 ) -> tuple[Tensor, Layout]:
     """What the op takes of an input whose maker sums the ranks' parts of its gradient.
 
@@ -252,7 +264,7 @@ def _with_own_parts(
     Raises:
         ValueError: where the op gives a whole gradient, or splits a dim that is split already.
     """
-    grid, (declared, wanted) = entry.grid, entry.layouts(x.ndim)
+    grid, declared, wanted = entry.grid, way.src, way.dst
     have = list(declared)
     for at, axis in enumerate((grid.row, grid.col)):
         want = wanted[at]
@@ -295,56 +307,60 @@ class Exit:
     grad_layouts: Layout | None = None
     by: str = ""
     fused: bool = False
-    _layouts: dict[int, tuple[Layout, Layout]] = field(default_factory=dict, repr=False)
+    shares: tuple[bool, bool] = field(init=False)
+    """Along row and col, whether the gradient of a local output is partial, and is summed."""
+    _routes: dict[tuple[int, int | None], Route] = field(default_factory=dict, repr=False)
 
-    def layouts(self, ndim: int) -> tuple[Layout, Layout]:
-        """``have`` and ``wanted`` of an ``ndim``-dim result, as :meth:`Entry.layouts`."""
-        return _normalized(self._layouts, self.have, self.wanted, ndim)
+    def __post_init__(self) -> None:
+        shares = False, False
+        if self.use_local_output and self.grad_layouts is not None:
+            row, col = (
+                grad.is_partial() and wanted.is_replicate()
+                for grad, wanted in zip(self.grad_layouts, self.wanted, strict=True)
+            )
+            shares = row, col
+        object.__setattr__(self, "shares", shares)
+
+    def route(self, ndim: int, scattered: int | None = None) -> Route:
+        """From ``have`` to ``wanted`` of an ``ndim``-dim result.
+
+        Args:
+            scattered: the dim to whose shards along ``tp_col`` the result was reduced already.
+        """
+        if in_graph():
+            return self._route(ndim, scattered)
+        key = ndim, scattered
+        if key not in self._routes:
+            self._routes[key] = self._route(ndim, scattered)
+        return self._routes[key]
+
+    def _route(self, ndim: int, scattered: int | None) -> Route:
+        have = self.have if scattered is None else (self.have[0], Shard(static(scattered)))
+        return route(have, self.wanted, ndim)
 
     def output(
         self,
         y: Tensor,
         sizes: Sizes | None,
-        have: Layout | None = None,
+        scattered: int | None = None,
         tokens: Sizes | None = None,
     ) -> Tensor:
         """A local result as the module's output.
 
         Args:
             sizes: the global sizes of all dims but the last, where they are certain.
-            have: the result's layout, if it is not ``self.have`` in this call.
+            scattered: as in :meth:`route`.
             tokens: the sizes of the tokens under way, where they were looked for.
         """
-        grid, features = self.grid, self.features
+        grid, features, shares = self.grid, self.features, self.shares
         shape = None if sizes is None else (*sizes, features)
-        src, wanted = self.layouts(y.ndim)
-        if have is not None:
-            src = normalize(have, y.ndim)
-        shares = [False, False]
-        if self.use_local_output and self.grad_layouts is not None:
-            for axis in (0, 1):
-                shares[axis] = isinstance(self.grad_layouts[axis], Partial) and isinstance(
-                    wanted[axis], Replicate
-                )
-        y = grid.redistribute(
-            y, src, wanted, features=features, shape=shape, partial_grad=(shares[0], shares[1])
-        )
+        way = self.route(y.ndim, scattered)
+        y = grid.follow(y, way, features=features, shape=shape, partial_grad=shares)
         if self.use_local_output:
-            own = shares[0], shares[1]
             return grid.with_stand_in(
-                y, wanted, sizes, shares=own, by=self.by, fused=self.fused, known=tokens
+                y, way.dst, sizes, shares=shares, by=self.by, fused=self.fused, known=tokens
             )
-        return to_dtensor(y, wanted, grid, shape, features)
-
-
-def _normalized(
-    known: dict[int, tuple[Layout, Layout]], before: Layout, after: Layout, ndim: int
-) -> tuple[Layout, Layout]:
-    if in_graph():
-        return normalize(before, ndim), normalize(after, ndim)
-    if ndim not in known:
-        known[ndim] = normalize(before, ndim), normalize(after, ndim)
-    return known[ndim]
+        return to_dtensor(y, way.dst, grid, shape, features)
 
 
 def dims_needed(entry: Entry, exit: Exit) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
 from .._torch_compat import dtensor_of, local_tensor, spec_of
-from .._tracing import in_graph
+from .._tracing import apply_node, in_graph
 from ..comm import nothing
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout, contiguous_strides, normalize, reduced
@@ -31,10 +31,13 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = [spec_of(param) for param in params]
-        shards = [local_tensor(param) for param in params]
-        ctx.strides = [shard.stride() for shard in shards]
-        return tuple([shard.view_as(shard) for shard in shards])
+        ctx.specs, ctx.strides, views = [], [], []
+        for param in params:
+            shard = local_tensor(param)
+            ctx.specs.append(spec_of(param))
+            ctx.strides.append(shard.stride())
+            views.append(shard.view_as(shard))
+        return tuple(views)
 
     @staticmethod
     @once_differentiable
@@ -64,11 +67,14 @@ def local_shards(*params: Any) -> tuple[Any, ...]:
     """
     if in_graph() or not torch.is_grad_enabled():
         return tuple(map(_shard, params))
-    learns = [param is not None and param.requires_grad for param in params]
-    learning = [param for param, does in zip(params, learns, strict=True) if does]
-    shards = iter(_LocalShards.apply(*learning) if learning else ())
+    learning = [param for param in params if param is not None and param.requires_grad]
+    shards: tuple[Any, ...] = apply_node(_LocalShards, *learning) if learning else ()
+    if len(learning) == len(params):
+        return shards
+    left = iter(shards)
     return tuple(
-        next(shards) if does else _shard(param) for param, does in zip(params, learns, strict=True)
+        _shard(param) if param is None or not param.requires_grad else next(left)
+        for param in params
     )
 
 
@@ -180,7 +186,8 @@ def shard_of(
     if not local.is_contiguous() or spec.mesh != grid.mesh:
         return x.to_local(grad_placements=grad_placements)
     placements = reduced(spec.placements) if grad_placements is None else tuple(grad_placements)
-    return _ToLocal.apply(x, grid.spec(placements, spec.shape, x.dtype), needed and kept)
+    to = grid.spec(placements, spec.shape, x.dtype)
+    return apply_node(_ToLocal, x, to, needed and kept)
 
 
 def to_dtensor(
@@ -207,4 +214,4 @@ def to_dtensor(
         return DTensor.from_local(
             x, grid.mesh, placements, run_check=False, shape=shape, stride=stride
         )
-    return _FromLocal.apply(x, grid.spec(placements, shape, x.dtype))
+    return apply_node(_FromLocal, x, grid.spec(placements, shape, x.dtype))

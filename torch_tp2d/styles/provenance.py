@@ -20,7 +20,7 @@ from .._tracing import in_graph
 from ..mesh.axes import names_of, on_mesh
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import Handed, notes_of, said_of
-from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize
+from ..mesh.layouts import TP_COL, TP_ROW, Layout, normalize, same_layout
 from .mixed_tokens import tell_mixed
 from .module_kinds import describe_module
 
@@ -53,7 +53,7 @@ def check_handed(
     Raises:
         ValueError: on every rank alike.
     """
-    misfit = grid.misfit(x, declared)
+    misfit = _misfit(x, declared, grid)
     if misfit is not None:
         handed, wanted = misfit
         raise ValueError(
@@ -84,6 +84,28 @@ def check_handed(
         if held:
             watch.refuses(given + held)
     check_made_of([x], declared, module, grid, certain=certain)
+
+
+def _misfit(x: Tensor, declared: Layout, grid: Grid) -> tuple[Layout, Layout] | None:
+    """The layouts ``(handed, declared)``, if a style has handed ``x`` out in another one.
+
+    None if the layouts agree, or if no style has handed ``x`` out. The same on every rank.
+    """
+    _, layout, _, axes, *_ = said_of(x)
+    if layout is None or axes is None:
+        return None
+    if axes == grid.axes and same_layout(layout, declared):
+        return None
+    handed, declared = (
+        on_mesh(normalize(layout, x.ndim), of)
+        for layout, of in ((layout, axes), (declared, grid.axes))
+    )
+    pairs = zip(grid.mesh.shape, handed, declared, strict=True)
+    differs = any(size > 1 and have != want for size, have, want in pairs)
+    # Where both axes shard one dim, styles on swapped axes nest the shards in opposite order.
+    nested = isinstance(handed[0], Shard) and handed[0] == handed[1]
+    turned = nested and 1 not in grid.mesh.shape and TP_ROW in (axes, grid.axes)
+    return (handed, declared) if differs or (turned and axes != grid.axes) else None
 
 
 def check_made_of(

@@ -99,10 +99,10 @@ def twin_of(x: Tensor, layout: Layout, context: Context) -> Any:
     if in_graph():
         kept, twin = getattr(x, "_tp2d_twin", (None, None))
         return twin if kept == layout else None
-    if x.retains_grad or _of_others(hooks_of(x)):
-        # Its own gradient is asked for, by FSDP2 for one, which gathers parameters when it comes.
+    found = context.twins.get(x, layout)
+    if found is None or x.retains_grad or _of_others(hooks_of(x)):
+        # Its own gradient may be asked for, by FSDP2 for one, which gathers parameters then.
         return None
-    twin, refusal = context.twins.get(x, layout) or (None, None)
-    if refusal is not None:
-        refusal.taken(x)
+    twin, refusal = found
+    refusal.taken(x)
     return twin

@@ -7,7 +7,7 @@ the weight, and those of activations that overlap with its products.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._once import once_differentiable
 from ..._torch_compat import adds_to_grad, local_tensor, parameters_of, unviewed
-from ..._tracing import in_graph, moving_weight
+from ..._tracing import apply_node, in_graph, moving_weight
 from ...comm import Axis, Pending, all_reduce
 from ...runtime.accumulation import Accumulation
 from ...runtime.context import Context, autocast_dtype
@@ -69,19 +69,19 @@ class LinearOp:
     keep_between: bool = False
     regather_input: bool = False
     reduce_dtype: torch.dtype | None = None
+    bias_columns: slice | None = field(init=False)
+    """The output features whose bias this rank adds; None: all that it computes."""
+
+    def __post_init__(self) -> None:
+        columns, col = None, self.cut.col
+        if not self.gathers_input and self.algorithm.WHOLE and col.size > 1:
+            start = sum(self.cut.p_col[: col.index])
+            columns = slice(start, start + self.cut.p_col[col.index])
+        object.__setattr__(self, "bias_columns", columns)
 
     @property
     def out_features(self) -> int:
         return self.cut.q if self.gathers_input else self.cut.p
-
-    @property
-    def bias_columns(self) -> slice | None:
-        """The output features whose bias this rank adds; None: all that it computes."""
-        if self.gathers_input or not self.algorithm.WHOLE:
-            return None
-        sizes = self.cut.p_col
-        start = sum(sizes[: self.cut.col.index])
-        return slice(start, start + sizes[self.cut.col.index])
 
     def own_bias(self, bias: Tensor | None, features: int) -> Tensor | None:
         """This rank's bias padded to the output's ``features``, with zeros where others add it."""
@@ -92,15 +92,25 @@ class LinearOp:
 
     def to_be_summed(self, part: Tensor) -> Tensor:
         """A mesh row's partial gradient, in the dtype of sums over the mesh rows."""
-        dtype = self.reduce_dtype
-        return part if dtype is None or self.cut.row.size == 1 else part.to(dtype)
+        return part if self.reduce_dtype is None else part.to(self.reduce_dtype)
+
+    def part_of_grad(self, a: Tensor, c: Tensor) -> Tensor:
+        """This mesh row's partial gradient of ``b``, ``a[M, P]^T c[M, Qj] -> b[P, Qj]``."""
+        if self.cut.row.size == 1 and self.transposes:
+            # With the strides that the weight's gradient has, as nothing else is made of it.
+            return (c.t() @ a).t()
+        return a.t() @ c
 
     def sum_over_rows(self, part: Tensor) -> Pending:
         """Sum the mesh rows' partial gradients ``b[P, Qj]`` of a weight, in one transfer."""
+        if self.cut.row.size == 1:
+            return Pending(part)
         return cast(SumsAtOnce, self.algorithm).atb_sum(self.to_be_summed(part), self.cut)
 
     def sum_of_bias(self, part: Tensor) -> Pending:
         """Sum the mesh rows' partial gradients of a bias."""
+        if self.cut.row.size == 1:
+            return Pending(part)
         return all_reduce(self.to_be_summed(part), self.cut.row)
 
     def weight_grad(self, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,7 +119,12 @@ class LinearOp:
 
     def as_b(self, weight: Tensor) -> Tensor:
         """The algorithms' ``b`` of the module's weight, or the weight's gradient of ``b``'s."""
-        return weight.t() if self.gathers_input != self.transposed else weight
+        return weight.t() if self.transposes else weight
+
+    @property
+    def transposes(self) -> bool:
+        """Whether ``b`` is the module's weight transposed."""
+        return self.gathers_input != self.transposed
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,17 +184,22 @@ class Call:
 
     def gather(self, weight: Tensor) -> Pending:
         """Start the gather of the weight, unless an earlier micro-batch has kept it."""
+        if self.op.cut.stays:
+            return Pending(self.op.as_b(weight))
         kept = self.accumulation
         held = None if kept is None else kept.gathered(self.module, self.own, weight.dtype)
         if held is not None:
             return held
+        op = self.op
+        if not in_graph():
+            return op.algorithm.prefetch(op.as_b(weight), op.cut)
         with moving_weight():
-            return self.op.algorithm.prefetch(self.op.as_b(weight), self.op.cut)
+            return op.algorithm.prefetch(op.as_b(weight), op.cut)
 
     def keep_weight(self, gathered: Tensor) -> None:
         """Keep the gathered weight for the next micro-batch."""
-        kept = self.accumulation
-        if kept is not None and self.op.keep_between and not self.op.cut.replicated:
+        kept = None if self.op.cut.stays else self.accumulation
+        if kept is not None and self.op.keep_between:
             kept.keep_weight(self.module, self.own, gathered)
 
     def keep_gradient(self, part: Tensor) -> None:
@@ -277,10 +297,10 @@ def apply(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[T
     """Compute a Linear by its algorithm, in the precision of autocast if that is on."""
     device = weight.device.type
     if autocast_dtype(device) is None:
-        return _Linear.apply(x, weight, bias, call)
+        return apply_node(_Linear, x, weight, bias, call)
     x, weight, bias = low_precision(x, weight, bias)
     with torch.autocast(device, enabled=False):
-        return _Linear.apply(x, weight, bias, call)
+        return apply_node(_Linear, x, weight, bias, call)
 
 
 def low_precision(*operands: Tensor | None) -> tuple[Any, ...]:

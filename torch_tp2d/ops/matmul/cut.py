@@ -32,11 +32,14 @@ class Cut:
     """Extents of P over the mesh rows, those of ``b``'s blocks."""
     p_col: tuple[int, ...] = field(init=False)
     """Extents of P over the mesh columns, those of ``a``'s blocks."""
+    stays: bool = field(init=False)
+    """Whether there is nothing to gather along the mesh rows."""
 
     def __post_init__(self) -> None:
         # Not computed in each step: that takes longer than a small product.
         object.__setattr__(self, "p_row", self.row.split(self.p))
         object.__setattr__(self, "p_col", self.col.split(self.p))
+        object.__setattr__(self, "stays", self.replicated or self.row.size == 1)
 
 
 class Algorithm(Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._once import once_differentiable
+from ..._tracing import apply_node
 from ...comm import reduce_scatter
 from ...runtime.context import Context
 from ...runtime.deferred import Gathering, Products, Transfer, undeferred
@@ -67,7 +68,7 @@ def gather(
             traced graph.
         whole: the gathered tensor, or the :class:`Gathering` that brings it, if there is one.
     """
-    return _Gather.apply(x, shards, context, whole)
+    return apply_node(_Gather, x, shards, context, whole)
 
 
 class Shared:

@@ -144,13 +144,17 @@ def backward(
         grad = arriving.value()
     if state.has_bias and needs.bias:
         mine = grad if op.bias_columns is None else grad[..., op.bias_columns]
-        biases = PendingReduction(mine.flatten(0, -2).sum(0), op.sum_of_bias, running)
-        db = LazyResult(mine.shape[-1:], mine, lambda: biases.value().to(mine.dtype))
+        total = mine.flatten(0, -2).sum(0)
+        if op.cut.row.size == 1:
+            db = total
+        else:
+            biases = PendingReduction(total, op.sum_of_bias, running)
+            db = LazyResult(mine.shape[-1:], mine, lambda: biases.value().to(mine.dtype))
     if needs.weight:
         a, c = (x, grad) if op.gathers_input else (grad, x)
 
         def product() -> Tensor:
-            return undeferred(a).flatten(0, -2).t() @ c.flatten(0, -2)
+            return op.part_of_grad(undeferred(a).flatten(0, -2), c.flatten(0, -2))
 
         part = product if partial is None else partial
         kept = call.gradients_kept()

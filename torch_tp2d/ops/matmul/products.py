@@ -59,7 +59,7 @@ def backward(
         if not algorithm.WHOLE:
             weight_grad = algorithm.atb(a, c, cut)
         elif kept is None:
-            weight_grad = op.sum_over_rows(a.t() @ c)
+            weight_grad = op.sum_over_rows(op.part_of_grad(a, c))
         elif kept.holds:
             call.keep_gradient(a.t() @ c)
         else:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..._tracing import in_graph, static
+from ..._tracing import in_graph
 from ...comm import Pending, reshard_fused_grad
 from ...mesh.grid import Grid
 from ...mesh.handed import hand_out, said_of
-from ...mesh.layouts import STATIONARY, Layout, same_placement
+from ...mesh.layouts import STATIONARY, Layout
 from ...ops import matmul
 from ...ops.matmul import ALGORITHMS, IN_ROUNDS, Call, Cut, LinearOp, Shards, linear2d
 from ...ops.matmul.call import low_precision
@@ -23,7 +23,7 @@ from ...ops.matmul.cut import Algorithm
 from ...ops.matmul.pipelined import takes_deferred_grad
 from ...planner.choice import LinearCase, choose_algorithm, choose_dataflow
 from ...planner.rates import Rates
-from ...runtime.context import Sizes, in_backward
+from ...runtime.context import Sizes, autocast_dtype, in_backward
 from ...runtime.prefetch import Prepared, prepare_parameters
 from ...runtime.reductions import drop_unfinished
 from ...runtime.versions import VersionGuard
@@ -64,12 +64,13 @@ class _OpRunner(Runner):
         p, q = self.in_features, self.out_features
         if not gathers:
             p, q = q, p
+        cut = Cut(grid.row, grid.col, p, q, replicated=not style.shards_over_row)
         self.op = LinearOp(
             algorithm=algorithm,
-            cut=Cut(grid.row, grid.col, p, q, replicated=not style.shards_over_row),
+            cut=cut,
             gathers_input=gathers,
             transposed=transposed,
-            keep_weight=keep_weight,
+            keep_weight=keep_weight or cut.stays,
             keep_between=keep_between,
             regather_input=regather_input,
             reduce_dtype=style.reduce_dtype,
@@ -83,7 +84,12 @@ class LinearRunner(_OpRunner):
         name = style.algorithm
         if name == "auto":
             by_rates = grid.col.transport.goes_by_rates
-            name = "pipelined" if style.regather_input else choose_algorithm(by_rates, rates)
+            name = choose_algorithm(by_rates, rates)
+            if style.regather_input:
+                name = "pipelined"
+            elif grid.row.size == grid.col.size == 1:
+                # There is nothing to overlap.
+                name = "collective"
         algorithm = ALGORITHMS[name]
         reshard, keeps = style.reshard_after_forward, grid.row.transport.keeps_gathered
         super().__init__(
@@ -101,11 +107,12 @@ class LinearRunner(_OpRunner):
         grid.context.fuses |= self.axis.fuses
         self.may_reshard = reshard is None and keeps
         self.row_dim = style.row_dim
-        self.resharding = replace(self.op, keep_weight=False)
+        self.resharding = self.op if self.op.cut.stays else replace(self.op, keep_weight=False)
         row = Shard(style.row_dim)
         gathers, whole = self.op.gathers_input, algorithm.WHOLE
         takes: Layout = row, Replicate() if gathers and whole else Shard(-1)
-        gives: Layout = row, Partial() if whole and not gathers else Shard(-1)
+        self.sums_along_col = whole and not gathers
+        gives: Layout = row, Partial() if self.sums_along_col else Shard(-1)
         self.entry = style.entry(grid, takes, self.in_features)
         self.exit = style.exit(grid, gives, self.out_features, describe_module(module))
 
@@ -119,7 +126,8 @@ class LinearRunner(_OpRunner):
         the two from its module once: a parametrized one is computed each time.
         """
         weight, bias = local_shards(weight, bias)
-        weight, bias = low_precision(weight, bias)
+        if autocast_dtype(weight.device.type) is not None:
+            weight, bias = low_precision(weight, bias)
         if self.parts:
             return reshard_fused_grad(
                 weight, int(self.op.transposed), bias, self.parts, self.grid.col
@@ -152,23 +160,22 @@ class LinearRunner(_OpRunner):
 
     def run(self, module: Any, forward: Any, x: Tensor) -> Tensor:
         check_dims(module, x, 2 + self.row_dim, FEATURES)
-        if not in_graph() and self.grid.context.backwards and not in_backward():
-            drop_unfinished(self.grid.context)
+        context, traced = self.grid.context, in_graph()
+        if not traced and context.backwards and not in_backward():
+            drop_unfinished(context)
         ready = None
-        if self.in_rounds and not in_graph():
+        if self.in_rounds and not traced:
             self.entry.check(x, module)
-            ready = prepare_parameters(module, self.prepare, self.grid.context)
-        sizes, tokens = self.grid.sizes_of(x), self.grid.tokens_of(x)
+            ready = prepare_parameters(module, self.prepare, context)
+        sizes, tokens = self.grid.sizes_and_tokens(x)
         operand = self.entry.arriving(x, module, pipelined=self.in_rounds)
-        have, op = None, self._op(tokens)
+        op = self._op(tokens)
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
-        if shards is not None:
-            have = self.exit.have[0], Shard(static(shards.dim))
-        if in_graph():
-            traced = Call(op, shards=shards)
-            y = linear2d(operand, *self._shards(module.weight, module.bias), traced)
-            return self.exit.output(y, sizes, have)
-        context = self.grid.context
+        scattered = None if shards is None else shards.dim
+        if traced:
+            call = Call(op, shards=shards)
+            y = linear2d(operand, *self._shards(module.weight, module.bias), call)
+            return self.exit.output(y, sizes, scattered)
         if ready is None:
             own, moving = module.weight, None
             weight, bias = self._shards(own, module.bias)
@@ -182,7 +189,7 @@ class LinearRunner(_OpRunner):
             running = context.running
             if running is not None:
                 running.gather_ahead()
-        return self.exit.output(y, sizes, have, tokens)
+        return self.exit.output(y, sizes, scattered, tokens)
 
     def _operand(self, weight: Any) -> Tensor:
         """The op's operand of a weight."""
@@ -211,12 +218,11 @@ class LinearRunner(_OpRunner):
 
     def _leaves_by(self, shape: torch.Size) -> Shards | None:
         """The shards to which a partial result is reduce-scattered, if the output splits tokens."""
-        if not self.exit.have[1].is_partial() or self.grid.col.size == 1:
+        if self.grid.col.size == 1 or not self.sums_along_col:
             return None
-        _, (row, col) = self.exit.layouts(len(shape))
-        if not isinstance(col, Shard) or col.dim == len(shape) - 1:
-            return None
-        if not same_placement(row, self.exit.have[0]):
+        way = self.exit.route(len(shape))
+        col = way.dst[1]
+        if not way.row_stays or not isinstance(col, Shard) or col.dim == len(shape) - 1:
             return None
         return Shards(col.dim, self.axis.split(shape[col.dim]), self.axis)
 
