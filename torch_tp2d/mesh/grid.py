@@ -187,16 +187,25 @@ class Grid:
         if sizes is not None and known is not None and len(sizes) == len(known):
             self.context.tokens = sizes
 
-    def extent(self, x: Tensor, dim: int, layout: Layout, features: int | None = None) -> int:
+    def extent(
+        self,
+        x: Tensor,
+        dim: int,
+        layout: Layout,
+        features: int | None = None,
+        tokens: Sizes | None = None,
+    ) -> int:
         """Global size of ``dim``, where ``x`` is this rank's shard under ``layout``.
 
         Args:
             features: the size of the last dim, which a style knows from its weight.
+            tokens: the sizes of the tokens under way, where the caller has looked for them.
 
         Raises:
             ValueError: if the shard does not fit the sizes of the tokens under way.
         """
-        return self._asked(x, dim, layout, features, self.tokens_of(x))()
+        known = self.tokens_of(x) if tokens is None else tokens
+        return self._asked(x, dim, layout, features, known)()
 
     def shape_of(
         self, x: Tensor, layout: Layout, features: int | None = None
@@ -213,7 +222,7 @@ class Grid:
         ]
         return lambda: tuple(extent() for extent in asked)
 
-    def check_part(self, x: Tensor, way: Route) -> None:
+    def check_part(self, x: Tensor, way: Route, tokens: Sizes | None = None) -> None:
         """Refuse a shard of ``way.src`` whose sizes do not fit a redistribution to ``way.dst``.
 
         Raises:
@@ -221,8 +230,8 @@ class Grid:
         """
         for dim in way.moved:
             if dim < x.ndim - 1:
-                axes = self.cuts(dim, way.src)
-                extent_told(x, dim, axes, way.src, self.tokens_of(x), self.mesh)
+                known = self.tokens_of(x) if tokens is None else tokens
+                extent_told(x, dim, self.cuts(dim, way.src), way.src, known, self.mesh)
 
     def cuts(self, dim: int, layout: Layout) -> list[Axis]:
         """The axes that shard a dim, outermost first."""
@@ -325,10 +334,8 @@ class Grid:
                 shape = list(x.shape)
                 shape[dim] = 1
                 x = torch.cat([x, x.new_zeros(shape)], dim)
-        told: frozenset[str] = frozenset()
-        if any(shares):
-            named = zip(names_of(self.axes), shares, strict=True)
-            told = told.union(*(names for names, one in named if one))
+        row, col = names_of(self.axes) if any(shares) else ((), ())
+        told = frozenset((*(row if shares[0] else ()), *(col if shares[1] else ())))
         return hand_out(
             x, Handed(sizes, layout, x.ndim, self.axes, known, told, by=by, fused=fused)
         )

@@ -99,8 +99,11 @@ class Entry:
         shard: Tensor = self.arriving(x, module, pipelined=False)
         return shard
 
-    def check(self, x: Tensor, module: nn.Module) -> None:
+    def check(self, x: Tensor, module: nn.Module, tokens: Sizes | None) -> None:
         """Refuse an input that :meth:`arriving` would refuse, before the weight is gathered.
+
+        Args:
+            tokens: the sizes of the tokens under way.
 
         Raises:
             ValueError: for a DTensor on another mesh, and for a local tensor that a style has
@@ -113,7 +116,7 @@ class Entry:
         way = self.route(x.ndim)
         self.check_local(x, way.src, module)
         if way.moved:
-            grid.check_part(grid.without_stand_in(x, way.src), way)
+            grid.check_part(grid.without_stand_in(x, way.src), way, tokens)
 
     def check_local(self, x: Tensor, layout: Layout, module: nn.Module) -> None:
         """Refuse a local tensor that lies otherwise, or has other features than this rank's.
@@ -135,7 +138,9 @@ class Entry:
                 f"splits them, or give it a DTensor, which knows (use_local_output=False)"
             )
 
-    def arriving(self, x: Tensor, module: nn.Module, *, pipelined: bool) -> Any:
+    def arriving(
+        self, x: Tensor, module: nn.Module, *, pipelined: bool, tokens: Sizes | None = None
+    ) -> Any:
         """:meth:`shard`, or a stand-in that delivers it piece by piece to an op in rounds.
 
         The stand-in is a :class:`~torch_tp2d.runtime.deferred.Gathering` or, in a traced graph, a
@@ -143,8 +148,9 @@ class Entry:
 
         Args:
             pipelined: the op takes its input piece by piece; in eager, :meth:`check` was called.
+            tokens: the sizes of the tokens under way, where they were looked for.
         """
-        result = _entered(x, self, module, pipelined)
+        result = _entered(x, self, module, pipelined, tokens)
         if (self.given_to_all or x.is_leaf) and not isinstance(x, DTensor):
             # Last, since it communicates: mistakes that this rank can find by itself come first.
             compare_over_ranks(
@@ -158,7 +164,9 @@ class Entry:
         return result
 
 
-def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Tensor | Shared:
+def _entered(
+    x: Tensor, entry: Entry, module: nn.Module, pipelined: bool, tokens: Sizes | None
+) -> Tensor | Shared:
     grid = entry.grid
     features, whole_grad = entry.features, entry.whole_grad
     given, shape, own_account = x, None, (False, False)
@@ -205,7 +213,8 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
     col_grad = summed and way.replicates[1] and not own_account[1]
     in_rounds = pipelined and way.splits_tokens and way.row_stays
     if in_graph() and in_rounds and col_grad and grid.col.size > 1:
-        return Shared(x, shards_of(x, declared, grid, features, shape, fuses=entry.fuses))
+        shards = shards_of(x, declared, grid, features, shape, tokens, fuses=entry.fuses)
+        return Shared(x, shards)
     shares = (
         col_grad
         and (grid.col.size > 1 or not way.row_stays)
@@ -225,7 +234,7 @@ def _entered(x: Tensor, entry: Entry, module: nn.Module, pipelined: bool) -> Ten
         if shared is not None:
             return shared
     if in_rounds and shares:
-        shards = shards_of(x, declared, grid, features, shape, fuses=entry.fuses)
+        shards = shards_of(x, declared, grid, features, shape, tokens, fuses=entry.fuses)
         result = gather(x, shards, grid.context)
     else:
         sums = row_grad, col_grad
@@ -241,13 +250,17 @@ def shards_of(
     grid: Grid,
     features: int | None,
     shape: Sequence[int] | None,
+    tokens: Sizes | None = None,
     *,
     fuses: bool,
 ) -> Shards:
     """How ``tp_col`` splits the dim of ``x`` that ``layout`` shards over it."""
     row, col = layout
     assert isinstance(col, Shard)
-    extent = grid.extent(x, col.dim, layout, features) if shape is None else shape[col.dim]
+    if shape is None:
+        extent = grid.extent(x, col.dim, layout, features, tokens)
+    else:
+        extent = shape[col.dim]
     if isinstance(row, Shard) and row.dim == col.dim:
         extent = grid.row.split(extent)[grid.row.index]
     return Shards(col.dim, grid.col.split(extent), grid.fused_col if fuses else grid.col)

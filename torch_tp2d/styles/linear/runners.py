@@ -164,11 +164,11 @@ class LinearRunner(_OpRunner):
         if not traced and context.backwards and not in_backward():
             drop_unfinished(context)
         ready = None
-        if self.in_rounds and not traced:
-            self.entry.check(x, module)
-            ready = prepare_parameters(module, self.prepare, context)
         sizes, tokens = self.grid.sizes_and_tokens(x)
-        operand = self.entry.arriving(x, module, pipelined=self.in_rounds)
+        if self.in_rounds and not traced:
+            self.entry.check(x, module, tokens)
+            ready = prepare_parameters(module, self.prepare, context)
+        operand = self.entry.arriving(x, module, pipelined=self.in_rounds, tokens=tokens)
         op = self._op(tokens)
         shards = self._leaves_by(operand.shape) if self.in_rounds else None
         scattered = None if shards is None else shards.dim
