@@ -76,12 +76,14 @@ are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is active, which the styles refuse."""
 
 
-def apply_in_eager(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply``, without looking for what transforms of torch.func have left.
+def apply_in_eager(function: type[torch.autograd.Function], x: Any, *others: Any) -> Any:
+    """``function.apply``, that looks at ``x`` alone for what a transform of torch.func has left.
 
-    For each argument that takes Python, together longer than a small product.
+    A tensor that was made within one, and is used after it, would be taken for one without a graph.
+    torch looks at every argument in Python, which together takes longer than a small product.
     """
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    x = torch._C._functorch.unwrap_if_dead(x)
+    return super(torch.autograd.Function, function).apply(x, *others)  # type: ignore[misc]
 
 
 def version(x: Tensor) -> int | None:

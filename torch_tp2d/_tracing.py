@@ -57,9 +57,9 @@ def moving_weight() -> AbstractContextManager[Any]:
     return annotate({WEIGHT: True})
 
 
-def apply_node(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply``, by the shortest way: the styles refuse transforms of torch.func."""
-    return function.apply(*args) if in_graph() else apply_in_eager(function, *args)
+def apply_node(function: type[torch.autograd.Function], x: Any, *others: Any) -> Any:
+    """``function.apply`` by the shortest way. Of the tensors ``x`` alone may be the user's."""
+    return function.apply(x, *others) if in_graph() else apply_in_eager(function, x, *others)
 
 
 def eager_only(run: Callable[..., None]) -> Callable[..., None]:

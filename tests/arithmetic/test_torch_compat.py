@@ -291,6 +291,12 @@ def _() -> None:
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, torch.full((2,), 2.0))
 
+    left: list[Tensor] = []
+    torch.func.grad(lambda z: left.append(x * z.detach()) or z.sum())(torch.ones(2))
+    assert not left[0].requires_grad  # As it was wrapped by a transform that has ended.
+    (grad,) = torch.autograd.grad(compat.apply_in_eager(Double, left[0], 2).sum(), x)
+    assert torch.equal(grad, torch.full((2,), 2.0))
+
 
 @of("version")
 def _() -> None:

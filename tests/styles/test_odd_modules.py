@@ -492,6 +492,10 @@ def _functional_rank() -> dict[str, float]:
     for transformed in (torch.func.grad(loss), partial(torch.func.vjp, loss)):
         with pytest.raises(NotImplementedError, match="functional_call.*torch.autograd.grad"):
             transformed(params)
+    scale, left = torch.ones((), dtype=torch.float64, requires_grad=True), list[Tensor]()
+    torch.func.grad(lambda z: left.append(scale * own * z.detach()) or z)(torch.ones_like(scale))
+    model(left[0]).sum().backward()
+    assert scale.grad is not None, "a tensor that a transform has left had no graph"
     reference(x).sin().sum().backward()
     grads = torch.autograd.grad(loss(params), list(params.values()))
     names = dict(reference.named_parameters())
