@@ -97,6 +97,19 @@ def version(x: Tensor) -> int | None:
         return None
 
 
+def versions(x: Any) -> tuple[int | None, ...]:
+    """:func:`version` of a tensor; of a DTensor its own and its shard's.
+
+    Some changes of a DTensor count only for its shard.
+    """
+    inside = getattr(x, "_local_tensor", x)
+    try:
+        # Read here, as each call of a style asks several times.
+        return (x._version,) if inside is x else (x._version, inside._version)
+    except RuntimeError:
+        return (version(x),) if inside is x else (version(x), version(inside))
+
+
 def unviewed(x: Tensor) -> Tensor:
     """A result of an autograd function, which no backward needs, so that users may write into it.
 

@@ -298,12 +298,16 @@ def _() -> None:
     assert torch.equal(grad, torch.full((2,), 2.0))
 
 
-@of("version")
+@of("version", "versions")
 def _() -> None:
     x = torch.ones(2)
     before = compat.version(x)
+    assert compat.versions(x) == (before,)
     x[:1].mul_(2)
     assert compat.version(x) == before + 1
+    assert compat.versions(x) == (before + 1,)
+    with torch.inference_mode():
+        assert compat.versions(torch.ones(2)) == (None,)
 
 
 @of("current_graph_task_id", "current_autograd_node", "at_end_of_backward")

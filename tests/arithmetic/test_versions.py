@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_tp2d.runtime.versions import same_bits
+from torch_tp2d.runtime.versions import same_bits, to_compare
 
 DTYPES = [torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 
@@ -39,3 +39,35 @@ def test_where_in_memory_they_lie_does_not_count() -> None:
     columns, strange = whole.view(4, 6)[:, 1:4], whole.as_strided((1,), (5,), 3)
     assert same_bits(columns, columns.clone()) and same_bits(columns.t(), columns.t().clone())
     assert same_bits(strange, torch.tensor([3.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (), (3,), (4, 6), (5, 7)], ids=str)
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_compared_follows_every_element(
+    dtype: torch.dtype, shape: tuple[int, ...], start: int, transposed: bool
+) -> None:
+    torch.manual_seed(0)
+    count = torch.Size(shape).numel()
+    x = torch.randn(count + start).to(dtype)[start:].view(shape)
+    x = x.t() if transposed and x.ndim == 2 else x
+    found = to_compare(x)
+    assert found is not None
+    for at in range(count):
+        flat = x.t() if transposed and x.ndim == 2 else x
+        value = flat.reshape(-1)[at].clone()
+        for other in (value + 1, -value, torch.nan):
+            flat.view(-1)[at] = other
+            assert not torch.equal(*found)
+        flat.view(-1)[at] = value
+        assert torch.equal(*found)
+
+
+def test_a_nan_that_stays_has_not_changed() -> None:
+    found = to_compare(torch.full((3, 2), torch.nan))
+    assert found is not None and torch.equal(*found)
+    zeros = torch.zeros(3)
+    found = to_compare(zeros)
+    zeros.neg_()
+    assert found is not None and not torch.equal(*found)

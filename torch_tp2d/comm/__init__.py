@@ -31,6 +31,7 @@ from .transfers import (
     shift,
 )
 from .transport import GLOO, NCCL, Transport, transport_of
+from .views import moved, narrowed
 
 __all__ = [
     "FAST",
@@ -50,6 +51,8 @@ __all__ = [
     "gather_shards",
     "link_of",
     "move",
+    "moved",
+    "narrowed",
     "nothing",
     "only_own",
     "reduce",

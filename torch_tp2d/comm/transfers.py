@@ -19,6 +19,7 @@ from .._tracing import in_graph
 from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own
 from .pending import Pending, nothing
+from .views import moved
 
 __all__ = [
     "all_gather",
@@ -46,11 +47,11 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
     """
     if axis.size == 1:
         return Pending(x)
-    shard = _to_front(x, dim)
+    shard = moved(x, dim, 0)
     rest = shard.shape[1:]
     longest = max(sizes)
     if longest * math.prod(rest) == 0:
-        return Pending(_from_front(nothing(shard, (sum(sizes), *rest)), dim))
+        return Pending(moved(nothing(shard, (sum(sizes), *rest)), 0, dim))
     if shard.shape[0] < longest:
         # In a graph it depends on the shard: two gathers of empty shards would become one node, on
         # this rank alone.
@@ -73,21 +74,12 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pending
         else:
             whole = torch.cat([wire.view(axis.size, -1) for wire in wires], 1)
         if even:
-            return _from_front(whole.view(axis.size * longest, *rest), dim)
+            return moved(whole.view(axis.size * longest, *rest), 0, dim)
         blocks = whole.view(axis.size, longest, *rest).unbind()
         kept = [block[:size] for block, size in zip(blocks, sizes, strict=True)]
-        return _from_front(torch.cat(kept), dim)
+        return moved(torch.cat(kept), 0, dim)
 
     return Pending(None, pieces, finish)
-
-
-def _to_front(x: Tensor, dim: int) -> Tensor:
-    # For dim 0, which most weights have, a movedim would take as long as the copy of a small one.
-    return x.movedim(dim, 0) if dim else x
-
-
-def _from_front(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(0, dim) if dim else x
 
 
 def exchange(
@@ -122,7 +114,9 @@ def exchange(
     ]
 
     def split(wires: list[Tensor]) -> Tensor:
-        return finish([list(wire.split(cut[1])) for wire, cut in zip(wires, cuts, strict=True)])
+        # Not split(), whose Python takes as long as the copy of a small tensor.
+        parts = zip(wires, cuts, strict=True)
+        return finish([list(wire.split_with_sizes(cut[1])) for wire, cut in parts])
 
     return Pending(None, pieces, split)
 
@@ -143,19 +137,19 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
     """
     if axis.size == 1:
         return Pending(x)
-    whole = _to_front(x, dim)
+    whole = moved(x, dim, 0)
     rest = whole.shape[1:]
     width = math.prod(rest)
     mine = sizes[axis.index]
     longest = max(sizes)
     if longest * width == 0:
-        return Pending(_from_front(nothing(whole, (mine, *rest)), dim))
+        return Pending(moved(nothing(whole, (mine, *rest)), 0, dim))
     if axis.transport.exchanges_sums:
 
         def finish(pieces: list[list[Tensor]]) -> Tensor:
             sums = [_sum(piece) for piece in pieces]
             total = sums[0] if len(sums) == 1 else torch.cat(sums)
-            return _from_front(total.view(mine, *rest), dim)
+            return moved(total.view(mine, *rest), 0, dim)
 
         return exchange(
             whole.contiguous().view(-1),
@@ -174,7 +168,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Pen
         )
     whole = whole.contiguous()
     start = partial(_c10d.reduce_scatter_tensor.default, whole, "sum", axis.size, axis.group)
-    return Pending(None, [start], lambda wires: _from_front(wires[0][:mine], dim))
+    return Pending(None, [start], lambda wires: moved(wires[0][:mine], 0, dim))
 
 
 def gather_others(x: Tensor, counts: Sequence[int], axis: Axis) -> Pending:

@@ -188,8 +188,9 @@ def sources_of(x: Tensor, *, beyond_functions: bool = False) -> Sources:
             found.append((handed, edge))
         if handed is not None and (handed.layout is not None or handed.shares):
             continue
-        between.add(node.name())
-        if node.name() in _HANDS_ON:
+        name = node.name()
+        between.add(name)
+        if name in _HANDS_ON:
             # Only this output's input: the node's others are other arguments of the module.
             edges.append(node.next_functions[index])
         elif beyond_functions or not isinstance(node, BackwardCFunction):

@@ -47,7 +47,7 @@ def _has_dense(module: nn.Module) -> bool:
     while waiting:
         owner = waiting.pop()
         for param in parameters_of(owner).values():
-            if param is not None and param.requires_grad and not isinstance(param, DTensor):
+            if not (param is None or isinstance(param, DTensor)) and param.requires_grad:
                 return True
         for child in submodules_of(owner).values():
             if child is not None and child not in seen:

@@ -18,12 +18,13 @@ class Assembly:
 
     Each block is written in place; in a traced graph all are concatenated at the end, since there
     writing a block in place would copy the entire tensor.
+
+    Args:
+        like: a tensor of its dtype and device, which is kept.
     """
 
     def __init__(self, shape: Sequence[int], dim: int, like: Tensor) -> None:
-        self.shape, self.dim = torch.Size(shape), dim
-        # In eager the tensor itself would be kept alive for nothing.
-        self.like = like if in_graph() else like.new_empty(())
+        self.shape, self.dim, self.like = torch.Size(shape), dim, like
         self._out: Tensor | None = None
         self._blocks: list[tuple[int, Tensor]] = []
 

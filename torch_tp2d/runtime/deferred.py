@@ -26,6 +26,7 @@ from .._torch_compat import (
     make_wrapper_subclass,
     tree_map_only,
 )
+from .._tracing import in_graph
 from ..comm import (
     Axis,
     Pending,
@@ -33,6 +34,8 @@ from ..comm import (
     gather_evenly,
     gather_others,
     gather_shards,
+    moved,
+    narrowed,
     only_own,
     without_own,
 )
@@ -117,7 +120,9 @@ class Transfer:
         self.dim = dim
         self.offsets = [0, *accumulate(sizes)][:-1]
         self.pieces: deque[_Arriving] = deque()
-        self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, x)
+        # In eager x itself would be kept alive for nothing.
+        like = x if in_graph() else x.new_empty(())
+        self.whole = Assembly([*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]], dim, like)
         self.shape = self.whole.shape
         self.waits_for_product = axis.fuses_shards(sizes)
         self.comes_whole = self.waits_for_product or axis.moves_evenly(sizes)
@@ -144,7 +149,7 @@ class Transfer:
         own_apart = axis.own_apart
         width = math.prod(rest)
         for start, counts in axis.rounds(sizes, width, x.dtype, exchanged=own_apart):
-            rows = x.narrow(dim, start, counts[axis.index]).movedim(dim, 0)
+            rows = moved(narrowed(x, dim, start, counts[axis.index]), dim, 0)
             if own_apart:
                 others = gather_others(rows, counts, axis)
                 self.pieces.append(_Arriving(start, without_own(counts, axis), 0, others))
@@ -256,25 +261,20 @@ class Piece:
         done = 0
         for offset, count in zip(self.offsets, self.counts, strict=True):
             if count:
-                block = rows.narrow(self.at, done, count)
-                out.put(block.movedim(self.at, self.dim), offset + self.start)
+                block = narrowed(rows, self.at, done, count)
+                out.put(moved(block, self.at, self.dim), offset + self.start)
                 done += count
 
 
 def rows_of(
-    x: Tensor,
-    dim: int,
-    offsets: Sequence[int],
-    start: int,
-    counts: Sequence[int],
-    at: int = 0,
+    x: Tensor, dim: int, offsets: Sequence[int], start: int, counts: Sequence[int], at: int = 0
 ) -> Tensor:
     """``counts`` rows of the shards at ``offsets``, from ``start`` on, as ``[tokens, features]``.
 
     The tokens are in the order of a tensor that has ``dim`` moved to ``at``.
     """
     blocks = [
-        x.narrow(dim, offset + start, count).movedim(dim, at)
+        moved(narrowed(x, dim, offset + start, count), dim, at)
         for offset, count in zip(offsets, counts, strict=True)
         if count
     ]

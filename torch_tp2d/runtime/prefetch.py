@@ -31,7 +31,7 @@ from .context import Context, OnBehalf, autocast_dtype, directly, in_backward, s
 from .reductions import backward_of, drop_unfinished
 from .regather import GATHERED_AHEAD, WeightRegather, is_whole
 from .unseen import UnseenChanges
-from .versions import copy_to_compare, same_bits, versions
+from .versions import to_compare, versions
 
 __all__ = [
     "AHEAD",
@@ -82,13 +82,12 @@ class Prepared:
 
     def remember(self) -> None:
         """Copy the current values of ``sources``, for :meth:`compare`."""
-        copies = [(source, copy_to_compare(source)) for source in self.sources]
-        self._then = [(source, then) for source, then in copies if then is not None]
+        self._then = [pair for pair in map(to_compare, self.sources) if pair is not None]
 
     def compare(self, module: nn.Module, unseen: UnseenChanges) -> None:
         """Note whether a parameter was changed since :meth:`remember` without torch's seeing it."""
         if self._then:
-            changed = not all(same_bits(source, then) for source, then in self._then)
+            changed = not all(torch.equal(now, then) for now, then in self._then)
             unseen.note(module, changed=changed)
 
 

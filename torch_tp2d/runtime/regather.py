@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._torch_compat import parameters_of
+from .._torch_compat import parameters_of, submodules_of
 from ..comm import Pending
 from .context import Context, in_backward
 from .reductions import Backward
@@ -32,7 +32,10 @@ def is_whole(module: Any, mesh: DeviceMesh) -> bool:
     the bias is parametrized and so computed anew at each use.
     """
     params = parameters_of(module)
-    if "weight" not in params or is_parametrized(module):
+    if "weight" not in params:
+        return False
+    # Looked for first, as asking for an attribute that is not there takes longer.
+    if "parametrizations" in submodules_of(module) and is_parametrized(module):
         return False
     weight = params["weight"]
     return not isinstance(weight, DTensor) or weight.device_mesh == mesh

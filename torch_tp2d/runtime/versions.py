@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from .._torch_compat import (
     active_fake_mode,
     disable_current_modes,
     dispatch_modes,
-    local_tensor,
-    version,
+    versions,
 )
 from .._tracing import eager_only, in_graph
 
@@ -27,18 +26,9 @@ __all__ = [
     "count_steps",
     "guard_in_backward",
     "same_bits",
+    "to_compare",
     "versions",
 ]
-
-
-def versions(x: Any) -> tuple[int | None, ...]:
-    """The version counters of a tensor, which count the changes that torch sees.
-
-    Some changes of a DTensor count only for its shard, so a DTensor has both counters. A tensor
-    made in inference mode has none.
-    """
-    inside = local_tensor(x)
-    return (version(x),) if inside is x else (version(x), version(inside))
 
 
 def copy_to_compare(x: Tensor) -> Tensor | None:
@@ -57,6 +47,31 @@ def copy_to_compare(x: Tensor) -> Tensor | None:
         return x.clone()
 
 
+_INTEGERS: Mapping[int, torch.dtype] = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
+"""By the size of an element."""
+
+
+def to_compare(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The bits of a tensor, which follow its values, and a copy of them, for ``torch.equal``.
+
+    None where :func:`copy_to_compare` gives none.
+    """
+    if x.device.type != "cpu":
+        return None
+    size = x.element_size()
+    if x.is_contiguous() and not (x.numel() * size % 8 or x.storage_offset() * size % 8):
+        bits = x.view(-1).view(torch.int64)
+    else:
+        bits = x.view(_INTEGERS[size])
+    then = copy_to_compare(bits)
+    return None if then is None else (bits, then)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bits: a NaN is equal to itself."""
     if a.dtype != b.dtype:
@@ -69,7 +84,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     size = a.element_size()
     counts = a.numel(), int(a.storage_offset()), int(b.storage_offset())
     fits = all([count * size % 8 == 0 for count in counts])
-    integers = torch.int64 if fits else {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
+    integers = torch.int64 if fits else _INTEGERS[size]
     return torch.equal(a.view(integers), b.view(integers))
 
 

@@ -260,7 +260,6 @@ class _OnGrid:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._tp2d_first in kwargs:
             args = (kwargs.pop(self._tp2d_first),)
-        run = partial(in_one_piece, self._tp2d.run)
         forward = self._tp2d_own or super().forward  # type: ignore[misc]
         if in_graph():
             guard_global_sizes()
@@ -269,8 +268,9 @@ class _OnGrid:
         if debug.is_on():
             module: Any = self
             name = repr(self._tp2d.name) if self._tp2d.name else describe_module(module)
-            return debug.run_as_layer(module, name, partial(run, self, forward), args, kwargs)
-        return run(self, forward, *args, **kwargs)
+            run = partial(in_one_piece, self._tp2d.run, self, forward)
+            return debug.run_as_layer(module, name, run, args, kwargs)
+        return in_one_piece(self._tp2d.run, self, forward, *args, **kwargs)
 
 
 _classes: dict[tuple[str, type], type] = {}

@@ -17,6 +17,8 @@ from ..._torch_compat import fused_matmul_reduce_scatter
 from ...comm import (
     Pending,
     all_reduce,
+    moved,
+    narrowed,
     only_own,
     reduce_from_others,
     reduce_scatter,
@@ -124,9 +126,9 @@ def abt_leaving(
     def finish(_: list[Tensor]) -> Tensor:
         total = Assembly(mine, dim, c)
         for start, pending in sums:
-            rows = pending.wait().movedim(0, dim)
+            rows = moved(pending.wait(), 0, dim)
             if own is not None:
-                rows = own.narrow(dim, start, rows.shape[dim]) + rows
+                rows = narrowed(own, dim, start, rows.shape[dim]) + rows
             total.put(rows, start)
         return total.value()
 
