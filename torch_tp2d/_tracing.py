@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.fx.traceback import annotate
 
-from ._torch_compat import apply_in_eager, begins_no_graph
+from ._torch_compat.modules import begins_no_graph
+from ._torch_compat.tensors import apply_in_eager
 
 __all__ = [
     "WEIGHT",

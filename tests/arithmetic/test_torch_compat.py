@@ -1,6 +1,6 @@
 """What torch does not promise to keep: where we use it, that it still does what we use it for.
 
-One test for each name of ``torch_tp2d/_torch_compat.py``, so that a release of torch that takes one
+One test for each name of ``torch_tp2d/_torch_compat/``, so that a release of torch that takes one
 away or changes it fails in the test of that name, and not somewhere in a model. Here are tensors,
 operators and autograd of one process; groups, meshes and what is built on them are in
 ``test_torch_compat_distributed.py``.
@@ -19,9 +19,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from support.compat import Checks, Ops
-from torch_tp2d import _torch_compat as compat
+from torch_tp2d._torch_compat import modules, tensors
 
-PACKAGE = Path(compat.__file__).parent
+PACKAGE = Path(tensors.__file__).parents[1]
 CPU = torch.device("cpu")
 
 CHECKS = Checks()
@@ -32,7 +32,7 @@ class _Named(Tensor):
     """A subclass that handles no function itself, and notes the operators that it meets."""
 
     met: list[str] = []
-    __torch_function__ = compat.disabled_torch_function_impl
+    __torch_function__ = tensors.disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +42,7 @@ class _Named(Tensor):
 
 @of("make_wrapper_subclass", "disabled_torch_function_impl")
 def _() -> None:
-    x: Tensor = compat.make_wrapper_subclass(
+    x: Tensor = tensors.make_wrapper_subclass(
         _Named, torch.Size((2, 3)), dtype=torch.float64, device=CPU, requires_grad=True
     )
     assert isinstance(x, _Named) and x.shape == (2, 3) and x.dtype == torch.float64
@@ -58,7 +58,7 @@ class _Counts(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.calls += 1
-        with compat.DisableTorchFunctionSubclass():
+        with tensors.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
@@ -73,29 +73,29 @@ def _() -> None:
 @of("AutoDispatchBelowAutograd")
 def _() -> None:
     x = torch.ones(2, requires_grad=True)
-    with compat.AutoDispatchBelowAutograd():
+    with tensors.AutoDispatchBelowAutograd():
         assert torch.ops.aten.mul.Tensor(x, 2).grad_fn is None
     assert torch.ops.aten.mul.Tensor(x, 2).grad_fn is not None
 
 
 @of("TorchDispatchMode", "disable_current_modes", "dispatch_modes", "is_mutable")
 def _() -> None:
-    assert list(compat.dispatch_modes()) == []
+    assert list(tensors.dispatch_modes()) == []
     with Ops() as mode:
-        assert list(compat.dispatch_modes()) == [mode]
+        assert list(tensors.dispatch_modes()) == [mode]
         x = torch.zeros(2)
         x.add_(1)
-        with compat.disable_current_modes():
+        with tensors.disable_current_modes():
             x.mul_(2)
     assert [str(op) for op in mode.seen] == ["aten.zeros.default", "aten.add_.Tensor"]
-    assert [compat.is_mutable(op) for op in mode.seen] == [False, True]
+    assert [tensors.is_mutable(op) for op in mode.seen] == [False, True]
 
 
 @of("vmapped")
 def _() -> None:
     x, found = torch.ones(2, 3), []
-    torch.vmap(lambda one: found.append(compat.vmapped(one)) or one)(x)
-    assert found[0] is x and compat.vmapped(x) is None
+    torch.vmap(lambda one: found.append(tensors.vmapped(one)) or one)(x)
+    assert found[0] is x and tensors.vmapped(x) is None
 
 
 @of("SELECTIVE_MODES")
@@ -103,7 +103,7 @@ def _() -> None:
     found = []
 
     def body(x: Tensor) -> Tensor:
-        found.append([type(mode) for mode in compat.dispatch_modes()])
+        found.append([type(mode) for mode in tensors.dispatch_modes()])
         return x.sin()
 
     def contexts() -> Any:
@@ -111,22 +111,22 @@ def _() -> None:
 
     x = torch.ones(2, requires_grad=True)
     checkpoint(body, x, use_reentrant=False, context_fn=contexts).sum().backward()
-    assert found == [[mode] for mode in compat.SELECTIVE_MODES]
+    assert found == [[mode] for mode in tensors.SELECTIVE_MODES]
 
 
 @of("active_fake_mode")
 def _() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert compat.active_fake_mode() is None
+    assert tensors.active_fake_mode() is None
     with FakeTensorMode() as mode:
-        assert compat.active_fake_mode() is mode
+        assert tensors.active_fake_mode() is mode
 
 
 @of("fake_mode")
 def _() -> None:
     outside = torch.ones(2, 3)
-    with compat.fake_mode():
+    with tensors.fake_mode():
         made = torch.ones(4, 2) @ outside
     assert type(made) is not Tensor and made.shape == (4, 3)
     assert made.untyped_storage().nbytes() == 48
@@ -134,16 +134,16 @@ def _() -> None:
 
 @of("NEEDS_VALUES")
 def _() -> None:
-    with compat.fake_mode():
+    with tensors.fake_mode():
         for ask in (Tensor.nonzero, Tensor.item):
-            with pytest.raises(compat.NEEDS_VALUES):
+            with pytest.raises(tensors.NEEDS_VALUES):
                 ask(torch.ones(1))
 
 
 @of("constant_in_graphs")
 def _() -> None:
     traced = []
-    told = compat.constant_in_graphs(lambda: traced.append(1) or True)
+    told = modules.constant_in_graphs(lambda: traced.append(1) or True)
     graph = torch.compile(lambda x: x + told(), backend="eager", fullgraph=True)
     assert [graph(torch.ones(1)).item() for _ in range(2)] == [2, 2]
     assert traced == [1]
@@ -163,7 +163,7 @@ def _() -> None:
             torch._dynamo.graph_break()
         return inner(x)
 
-    whole = compat.begins_no_graph(called)
+    whole = modules.begins_no_graph(called)
     for breaks in (False, True):
         graph = torch.compile(lambda x, breaks=breaks: whole(x * 2, breaks), backend="eager")
         traced.clear()
@@ -176,26 +176,26 @@ def _() -> None:
 def _() -> None:
     """Inductor keeps what it has compiled by what the pass says of itself: its source."""
     graph = torch.fx.Graph()
-    one = compat.graph_pass(lambda graph: None if graph.placeholder("x") else None, __file__)
+    one = modules.graph_pass(lambda graph: None if graph.placeholder("x") else None, __file__)
     one(graph)
     assert [node.name for node in graph.nodes] == ["x"]
-    assert one.uuid() == compat.graph_pass(print, __file__).uuid()
-    assert one.uuid() != compat.graph_pass(print, compat.__file__).uuid()
+    assert one.uuid() == modules.graph_pass(print, __file__).uuid()
+    assert one.uuid() != modules.graph_pass(print, tensors.__file__).uuid()
 
 
 @of("is_compiled")
 def _() -> None:
     module, own = nn.Linear(1, 1), nn.Linear(1, 1)
-    assert not compat.is_compiled(module)
+    assert not modules.is_compiled(module)
     own.compile()
-    assert compat.is_compiled(own) and compat.is_compiled(torch.compile(module))
+    assert modules.is_compiled(own) and modules.is_compiled(torch.compile(module))
 
 
 @of("outputs_of")
 def _() -> None:
     x = torch.ones(4, requires_grad=True).exp()
     _, half = x.chunk(2)
-    assert compat.outputs_of(half.grad_fn) == [(2,), (2,)] and compat.outputs_of(x.grad_fn) == [
+    assert tensors.outputs_of(half.grad_fn) == [(2,), (2,)] and tensors.outputs_of(x.grad_fn) == [
         (4,)
     ]
     assert torch.equal(half.grad_fn(None, torch.ones(2)), torch.tensor([0.0, 0, 1, 1]))
@@ -206,7 +206,7 @@ def _() -> None:
     x, found = torch.ones(2, requires_grad=True), []
 
     def looks(x: Tensor) -> Tensor:
-        found.append(compat.top_saved_tensors_default_hooks(True))
+        found.append(tensors.top_saved_tensors_default_hooks(True))
         return x.exp()
 
     looks(x), checkpoint(looks, x, use_reentrant=False)
@@ -217,23 +217,23 @@ def _() -> None:
 @of("nodes_made", "number_of_node")
 def _() -> None:
     x = torch.ones(2, requires_grad=True)
-    before, seen = compat.nodes_made(), []
+    before, seen = tensors.nodes_made(), []
     y = x * 2
-    between = compat.nodes_made()
-    y.register_hook(lambda _: seen.append(compat.number_of_node()))
+    between = tensors.nodes_made()
+    y.register_hook(lambda _: seen.append(tensors.number_of_node()))
     (y + 1).sum().backward()
-    assert compat.number_of_node() is None
-    assert seen == [before] and before < between < compat.nodes_made()
+    assert tensors.number_of_node() is None
+    assert seen == [before] and before < between < tensors.nodes_made()
 
 
 @of("flops_of")
 def _() -> None:
     a, b, q = torch.ones(2, 3), torch.ones(3, 5), torch.ones(1, 2, 8, 4)
     op = torch.ops.aten.mm.default
-    assert compat.flops_of(op, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
-    op = compat.flash_attention_for_cpu.default
-    assert compat.flops_of(op, (q, q, q), {}, op(q, q, q)) == 2 * 2 * 8 * 8 * 4 * 2
-    assert compat.flops_of(torch.ops.aten.neg.default, (a,), {}, -a) == 0
+    assert tensors.flops_of(op, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    op = tensors.flash_attention_for_cpu.default
+    assert tensors.flops_of(op, (q, q, q), {}, op(q, q, q)) == 2 * 2 * 8 * 8 * 4 * 2
+    assert tensors.flops_of(torch.ops.aten.neg.default, (a,), {}, -a) == 0
 
 
 @of("are_functorch_transforms_active")
@@ -241,7 +241,7 @@ def _() -> None:
     seen = []
 
     def body(x: Tensor) -> Tensor:
-        seen.append(compat.are_functorch_transforms_active())
+        seen.append(tensors.are_functorch_transforms_active())
         return x.sum()
 
     body(torch.ones(2))
@@ -253,7 +253,7 @@ def _() -> None:
 def _() -> None:
     compiling = []
 
-    @compat.disable_dynamo
+    @modules.disable_dynamo
     def inner(x: Tensor) -> Tensor:
         compiling.append(torch.compiler.is_compiling())
         return x + 1
@@ -269,8 +269,8 @@ def _() -> None:
 def _() -> None:
     x, y = torch.zeros(1), torch.ones(2)
     tree = [x, {"a": (y, 3)}]
-    assert [id(leaf) for leaf in compat.tree_leaves(tree)] == [id(x), id(y), id(3)]
-    assert compat.tree_map_only(Tensor, torch.numel, tree) == [1, {"a": (2, 3)}]
+    assert [id(leaf) for leaf in tensors.tree_leaves(tree)] == [id(x), id(y), id(3)]
+    assert tensors.tree_map_only(Tensor, torch.numel, tree) == [1, {"a": (2, 3)}]
 
 
 @of("apply_in_eager")
@@ -286,7 +286,7 @@ def _() -> None:
             return grads[0] * ctx.by, None
 
     x = torch.ones(2, requires_grad=True)
-    y = compat.apply_in_eager(Double, x, 2)
+    y = tensors.apply_in_eager(Double, x, 2)
     assert type(y.grad_fn) is type(Double.apply(x, 2).grad_fn)
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, torch.full((2,), 2.0))
@@ -294,20 +294,20 @@ def _() -> None:
     left: list[Tensor] = []
     torch.func.grad(lambda z: left.append(x * z.detach()) or z.sum())(torch.ones(2))
     assert not left[0].requires_grad  # As it was wrapped by a transform that has ended.
-    (grad,) = torch.autograd.grad(compat.apply_in_eager(Double, left[0], 2).sum(), x)
+    (grad,) = torch.autograd.grad(tensors.apply_in_eager(Double, left[0], 2).sum(), x)
     assert torch.equal(grad, torch.full((2,), 2.0))
 
 
 @of("version", "versions")
 def _() -> None:
     x = torch.ones(2)
-    before = compat.version(x)
-    assert compat.versions(x) == (before,)
+    before = tensors.version(x)
+    assert tensors.versions(x) == (before,)
     x[:1].mul_(2)
-    assert compat.version(x) == before + 1
-    assert compat.versions(x) == (before + 1,)
+    assert tensors.version(x) == before + 1
+    assert tensors.versions(x) == (before + 1,)
     with torch.inference_mode():
-        assert compat.versions(torch.ones(2)) == (None,)
+        assert tensors.versions(torch.ones(2)) == (None,)
 
 
 @of("current_graph_task_id", "current_autograd_node", "at_end_of_backward")
@@ -321,8 +321,8 @@ def _() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            events.append((compat.current_graph_task_id(), compat.current_autograd_node()))
-            compat.at_end_of_backward(lambda: events.append("end"))
+            events.append((tensors.current_graph_task_id(), tensors.current_autograd_node()))
+            tensors.at_end_of_backward(lambda: events.append("end"))
             return grad
 
     x = torch.ones(2, requires_grad=True)
@@ -333,7 +333,7 @@ def _() -> None:
     (first, node), *between, (second, _), _, _ = events
     assert between == ["gradient", "end"] and events[-2:] == between
     assert -1 not in (first, second) and first != second and node is y.grad_fn
-    assert compat.current_graph_task_id() == -1
+    assert tensors.current_graph_task_id() == -1
 
 
 @of("adds_to_grad")
@@ -347,7 +347,7 @@ def _() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            answers.append(compat.adds_to_grad(weight))
+            answers.append(tensors.adds_to_grad(weight))
             return grad, grad
 
     x, weight = (torch.ones(2, requires_grad=True) for _ in range(2))
@@ -366,7 +366,7 @@ def _() -> None:
     answers = []
     first = torch.ones(2, requires_grad=True)
     x = (first * 1).exp()
-    x.register_hook(lambda grad: answers.append(compat.asked_alone(x)))
+    x.register_hook(lambda grad: answers.append(tensors.asked_alone(x)))
     y = (x * 2).sum()
     y.backward(retain_graph=True)
     y.backward(retain_graph=True, inputs=[first])
@@ -376,7 +376,7 @@ def _() -> None:
     assert answers == [False] * 4 + [True]
     straight = torch.ones(2, requires_grad=True)
     x = straight.exp()
-    x.register_hook(lambda grad: answers.append(compat.asked_alone(x)))
+    x.register_hook(lambda grad: answers.append(tensors.asked_alone(x)))
     torch.autograd.grad(x.sum(), [x], retain_graph=True)
     torch.autograd.grad(x.sum(), [straight])
     assert answers[5:] == [True, False]
@@ -385,23 +385,23 @@ def _() -> None:
 @of("hooks_of")
 def _() -> None:
     x = torch.ones(2, requires_grad=True) * 2
-    assert compat.hooks_of(x) is None
+    assert tensors.hooks_of(x) is None
     x.register_hook(lambda grad: None).remove()
-    hooks = compat.hooks_of(x)
+    hooks = tensors.hooks_of(x)
     assert hooks == {}
     # Later ones are in the same dict.
     x.register_hook(lambda grad: None)
-    assert compat.hooks_of(x) is hooks and hooks
+    assert tensors.hooks_of(x) is hooks and hooks
 
 
 @of("hooked_in_backward")
 def _() -> None:
     x = torch.ones(2, requires_grad=True)
-    assert not compat.hooked_in_backward(x)
+    assert not tensors.hooked_in_backward(x)
     hook = x.register_post_accumulate_grad_hook(lambda param: None)
-    assert compat.hooked_in_backward(x)
+    assert tensors.hooked_in_backward(x)
     hook.remove()
-    assert not compat.hooked_in_backward(x)
+    assert not tensors.hooked_in_backward(x)
 
 
 @of("unviewed")
@@ -410,7 +410,7 @@ def _() -> None:
         @staticmethod
         def forward(ctx: Any, x: Tensor, own: bool) -> Tensor:
             half = (x * 1)[:2]
-            return compat.unviewed(half) if own else half
+            return tensors.unviewed(half) if own else half
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -440,11 +440,11 @@ def _attention() -> tuple[list[Tensor], Tensor, list[Tensor]]:
 @of("flash_attention_for_cpu", "flash_attention_for_cpu_backward")
 def _() -> None:
     given, wanted, wanted_grads = _attention()
-    out, log = compat.flash_attention_for_cpu(*given, 0.0, True, attn_mask=None, scale=0.3)
+    out, log = tensors.flash_attention_for_cpu(*given, 0.0, True, attn_mask=None, scale=0.3)
     torch.testing.assert_close(out, wanted)
     first = (given[0][:, :, 0] * given[1][:, :, 0]).sum(-1) * 0.3
     torch.testing.assert_close(log[:, :, 0], first)
-    grads = compat.flash_attention_for_cpu_backward(
+    grads = tensors.flash_attention_for_cpu_backward(
         *(torch.ones_like(out), *given, out, log, 0.0, True), attn_mask=None, scale=0.3
     )
     for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
@@ -465,22 +465,22 @@ def _() -> None:
     backward = ("grad_out_", *query, "out", "logsumexp", "philox_seed", "philox_offset")
     _take(
         {
-            compat.efficient_attention: forward,
-            compat.efficient_attention_backward: (
+            tensors.efficient_attention: forward,
+            tensors.efficient_attention_backward: (
                 *(*backward, "dropout_p", "grad_input_mask", "is_causal"),
             ),
         }
     )
     x = torch.empty(2, 3, 40, 8, device="meta")
-    out, log, *_ = compat.efficient_attention(x, x, x, None, True, 0.0, True, scale=0.3)
+    out, log, *_ = tensors.efficient_attention(x, x, x, None, True, 0.0, True, scale=0.3)
     assert out.shape == x.shape and log.shape == (2, 3, 64)
     if not torch.cuda.is_available():
         return
     given, wanted, wanted_grads = _attention()
     given = [x.cuda().float() for x in given]
-    out, log, *rest = compat.efficient_attention(*given, None, True, 0.0, True, scale=0.3)
+    out, log, *rest = tensors.efficient_attention(*given, None, True, 0.0, True, scale=0.3)
     torch.testing.assert_close(out.cpu().to(wanted), wanted, atol=1e-5, rtol=1e-5)
-    grads = compat.efficient_attention_backward(
+    grads = tensors.efficient_attention_backward(
         *(torch.ones_like(out), *given, None, out, log, *rest, 0.0),
         *([True, True, True, False], True),
         scale=0.3,
@@ -493,17 +493,17 @@ def _() -> None:
 def _() -> None:
     """Of CUDA: here only that they take what we give."""
     names = {
-        compat.flash_attention: ("query", "key", "value", "dropout_p", "is_causal"),
-        compat.flash_attention_backward: ("grad_out", "query", "key", "value", "out", "logsumexp"),
+        tensors.flash_attention: ("query", "key", "value", "dropout_p", "is_causal"),
+        tensors.flash_attention_backward: ("grad_out", "query", "key", "value", "out", "logsumexp"),
     }
     _take(names)
     if not torch.cuda.is_available():
         return
     given, wanted, wanted_grads = _attention()
     given = [x.cuda().half() for x in given]
-    out, log, *_ = compat.flash_attention(*given, 0.0, True, False, scale=0.3)
+    out, log, *_ = tensors.flash_attention(*given, 0.0, True, False, scale=0.3)
     unused = torch.empty(0, dtype=torch.uint64, device="cuda")
-    grads = compat.flash_attention_backward(
+    grads = tensors.flash_attention_backward(
         *(torch.ones_like(out), *given, out, log, None, None, 4, 4, 0.0, True, unused, unused),
         scale=0.3,
     )
@@ -515,7 +515,7 @@ def _() -> None:
 @of("safe_softmax")
 def _() -> None:
     scores = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
-    assert compat.safe_softmax(scores, -1, torch.float32).tolist() == [[0.5, 0.5], [0, 0]]
+    assert tensors.safe_softmax(scores, -1, torch.float32).tolist() == [[0.5, 0.5], [0, 0]]
 
 
 @of("flex_attention_op")
@@ -528,7 +528,7 @@ def _() -> None:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if func is compat.flex_attention_op:
+            if func is tensors.flex_attention_op:
                 met.append(next(x for x in args[4] if isinstance(x, Tensor)).shape)
             return func(*args, **(kwargs or {}))
 
@@ -543,18 +543,18 @@ def _() -> None:
 @of("parameters_of", "submodules_of", "forward_pre_hooks", "forward_hooks")
 def _() -> None:
     module = nn.Linear(2, 2, bias=False)
-    assert compat.parameters_of(module) == {"weight": module.weight, "bias": None}
+    assert modules.parameters_of(module) == {"weight": module.weight, "bias": None}
     parent = nn.Module()
     parent.inner, parent.pruned = module, None
     parent.register_module("gone", None)
-    assert compat.submodules_of(parent) == {"inner": module, "gone": None}
+    assert modules.submodules_of(parent) == {"inner": module, "gone": None}
 
     def hook(*_: Any) -> None:
         raise AssertionError("taken off")
 
     module.register_forward_pre_hook(hook)
     module.register_forward_hook(hook)
-    for hooks in (compat.forward_pre_hooks(module), compat.forward_hooks(module)):
+    for hooks in (modules.forward_pre_hooks(module), modules.forward_hooks(module)):
         assert list(hooks.values()) == [hook]
         hooks.clear()
     module(torch.ones(1, 2))
@@ -570,7 +570,7 @@ def test_all_that_is_wrapped_is_used_and_checked() -> None:
         alias.name
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("_torch_compat")
+        if isinstance(node, ast.ImportFrom) and "_torch_compat." in (node.module or "")
         for alias in node.names
     }
     # No test module imports another.
@@ -585,9 +585,10 @@ def test_all_that_is_wrapped_is_used_and_checked() -> None:
 
 
 def _wrapped() -> set[str]:
-    """What the module defines, or hands on from torch: ``from torch import _name as name``."""
+    """What the modules define, or hand on from torch: ``from torch import _name as name``."""
     names: set[str] = set()
-    for node in ast.parse(Path(compat.__file__).read_text()).body:
+    paths = (PACKAGE / "_torch_compat").glob("*.py")
+    for node in [node for path in paths for node in ast.parse(path.read_text()).body]:
         if isinstance(node, ast.ImportFrom):
             names |= {alias.asname for alias in node.names if alias.asname}
         elif isinstance(node, ast.FunctionDef):

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel.ddp import _localize_dtensor
 
 from support.compat import Checks, Ops
 from support.symmetric import on_cpu
-from torch_tp2d import _torch_compat as compat
+from torch_tp2d._torch_compat import distributed, modules, tensors
 
 CPU = torch.device("cpu")
 
@@ -43,13 +43,13 @@ def _(mesh: DeviceMesh) -> None:
     names = set(dist.distributed_c10d._world.pg_names.values())
     starts = []
     for rank in (0, 5):
-        with compat.fake_world(6, rank) as first:
+        with distributed.fake_world(6, rank) as first:
             starts.append(first)
             numbers = torch.arange(first, first + 6).view(2, 3)
             fake = DeviceMesh("cpu", numbers, mesh_dim_names=("tp_row", "tp_col"))
             assert fake != mesh and tuple(fake.get_coordinate() or ()) == divmod(rank, 3)
             assert not names & set(dist.distributed_c10d._world.pg_names.values())
-            assert compat.backend_of(fake.get_group(0), CPU).name() == "fake"
+            assert distributed.backend_of(fake.get_group(0), CPU).name() == "fake"
     assert starts[0] != starts[1]
     # All is as before.
     assert dist.group.WORLD is group and sys.excepthook is hook and dist.get_world_size() == 1
@@ -66,10 +66,10 @@ def _(mesh: DeviceMesh) -> None:
 
     module = nn.Linear(2, 2, bias=False, device="meta")
     module.weight = nn.Parameter(distribute_tensor(module.weight, mesh))
-    assert not compat.hooks_again(module.weight, hook)
+    assert not tensors.hooks_again(module.weight, hook)
     module.weight.register_post_accumulate_grad_hook(hook)
     module.to_empty(device="cpu")
-    assert compat.hooks_again(module.weight, hook)
+    assert tensors.hooks_again(module.weight, hook)
     module.weight.to_local().sum().backward()
     assert len(fired) == 1
 
@@ -78,14 +78,14 @@ def _(mesh: DeviceMesh) -> None:
 def _(mesh: DeviceMesh) -> None:
     group = mesh.get_group(0)
     with Ops() as mode:
-        ops, name = compat.c10d_functional, group.group_name
+        ops, name = tensors.c10d_functional, group.group_name
         x = ops.wait_tensor.default(ops.all_reduce.default(torch.ones(2), "sum", name))
         y = ops.wait_tensor(ops.all_gather_into_tensor.default(x + 1, 1, name))
         z = ops.reduce_scatter_tensor.default(y, "sum", 1, name)
         w = ops.all_to_all_single.default(ops.wait_tensor.default(z), [2], [2], name)
         last = ops.wait_tensor(ops.broadcast.default(ops.wait_tensor.default(w), 0, name))
     assert last.tolist() == [2, 2]
-    assert [found for found in map(compat.collective_of, mode.seen) if found] == [
+    assert [found for found in map(tensors.collective_of, mode.seen) if found] == [
         "all_reduce",
         "all_gather_into_tensor",
         "reduce_scatter_tensor",
@@ -98,66 +98,66 @@ def _(mesh: DeviceMesh) -> None:
 def _(mesh: DeviceMesh) -> None:
     with Ops() as mode:
         dist.all_gather_into_tensor(torch.empty(2), torch.ones(2), group=mesh.get_group(0))
-    assert [compat.c10d_collective_of(op) for op in mode.seen if op.namespace == "c10d"] == [
+    assert [tensors.c10d_collective_of(op) for op in mode.seen if op.namespace == "c10d"] == [
         "allgather_base"
     ]
-    assert compat.c10d_collective_of(torch.ops.aten.mm.default) == ""
+    assert tensors.c10d_collective_of(torch.ops.aten.mm.default) == ""
 
 
 @of("fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fuses_products")
 def _(mesh: DeviceMesh) -> None:
-    assert compat.fuses_products("cuda") and not compat.fuses_products("mps")
+    assert tensors.fuses_products("cuda") and not tensors.fuses_products("mps")
     on_cpu()
-    assert compat.fuses_products("cpu")
+    assert tensors.fuses_products("cpu")
     group = mesh.get_group(0).group_name
     x, weights = torch.randn(2, 3, 4), [torch.randn(4, 5), torch.randn(4, 6)]
-    whole, products = compat.fused_all_gather_matmul(x, weights, 1, group)
+    whole, products = tensors.fused_all_gather_matmul(x, weights, 1, group)
     torch.testing.assert_close(whole, x)
     for product, weight in zip(products, weights, strict=True):
         torch.testing.assert_close(product, x @ weight)
-    total = compat.fused_matmul_reduce_scatter(x, weights[0], "sum", 1, group)
+    total = tensors.fused_matmul_reduce_scatter(x, weights[0], "sum", 1, group)
     torch.testing.assert_close(total, products[0])
     gathers = torch.ops.symm_mem.fused_all_gather_matmul.default
     scatters = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
-    assert compat.collective_of(gathers) == "fused_all_gather_matmul"
-    assert compat.collective_of(scatters) == "fused_matmul_reduce_scatter"
-    assert compat.flops_of(gathers, (x, weights), {}, (whole, products)) == 2 * 6 * 4 * 11
-    assert compat.flops_of(scatters, (x, weights[0]), {}, total) == 2 * 6 * 4 * 5
+    assert tensors.collective_of(gathers) == "fused_all_gather_matmul"
+    assert tensors.collective_of(scatters) == "fused_matmul_reduce_scatter"
+    assert tensors.flops_of(gathers, (x, weights), {}, (whole, products)) == 2 * 6 * 4 * 11
+    assert tensors.flops_of(scatters, (x, weights[0]), {}, total) == 2 * 6 * 4 * 5
 
 
 @of("root_mesh", "current_mesh")
 def _(mesh: DeviceMesh) -> None:
-    assert compat.root_mesh(mesh["tp_col"]) is mesh and compat.root_mesh(mesh) is mesh
+    assert distributed.root_mesh(mesh["tp_col"]) is mesh and distributed.root_mesh(mesh) is mesh
     with mesh:
-        assert compat.current_mesh() is mesh
+        assert distributed.current_mesh() is mesh
 
 
 @of("resolve_process_group", "backend_of")
 def _(mesh: DeviceMesh) -> None:
     group = mesh.get_group("tp_col")
-    assert compat.resolve_process_group(group.group_name) is group
-    assert compat.backend_of(group, CPU).name() == "gloo"
-    assert compat.backend_of(group, torch.device("meta")) is None
+    assert distributed.resolve_process_group(group.group_name) is group
+    assert distributed.backend_of(group, CPU).name() == "gloo"
+    assert distributed.backend_of(group, torch.device("meta")) is None
 
 
 @of("timeout_of", "set_timeout", "default_timeout")
 def _(mesh: DeviceMesh) -> None:
     world = dist.group.WORLD
     assert world is not None
-    assert compat.timeout_of(world, CPU) == timedelta(seconds=77)
-    assert compat.timeout_of(world, torch.device("meta")) is None
+    assert distributed.timeout_of(world, CPU) == timedelta(seconds=77)
+    assert distributed.timeout_of(world, torch.device("meta")) is None
     group = dist.new_group([0], timeout=timedelta(seconds=5))
-    compat.set_timeout(timedelta(seconds=6), group)
-    assert compat.timeout_of(group, CPU) == timedelta(seconds=6)
+    distributed.set_timeout(timedelta(seconds=6), group)
+    assert distributed.timeout_of(group, CPU) == timedelta(seconds=6)
     # Which is why a mesh's groups are given the world's.
-    assert compat.timeout_of(dist.new_group([0]), CPU) == compat.default_timeout(group)
-    assert compat.default_timeout(group) == timedelta(minutes=30)
+    assert distributed.timeout_of(dist.new_group([0]), CPU) == distributed.default_timeout(group)
+    assert distributed.default_timeout(group) == timedelta(minutes=30)
 
 
 @of("gloo_options")
 def _(mesh: DeviceMesh) -> None:
     devices = [dist.ProcessGroupGloo.create_default_device()]
-    options = compat.gloo_options(devices, 1, timedelta(seconds=9))
+    options = distributed.gloo_options(devices, 1, timedelta(seconds=9))
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
     made: Any = group.options
     assert (made._threads, made._timeout) == (1, timedelta(seconds=9))
@@ -165,21 +165,24 @@ def _(mesh: DeviceMesh) -> None:
 
 @of("StridedShard")
 def _(mesh: DeviceMesh) -> None:
-    placed = compat.StridedShard(0, split_factor=3)
-    assert isinstance(placed, compat.StridedShard) and (placed.dim, placed.split_factor) == (0, 3)
+    placed = distributed.StridedShard(0, split_factor=3)
+    assert isinstance(placed, distributed.StridedShard) and (placed.dim, placed.split_factor) == (
+        0,
+        3,
+    )
 
 
 @of("local_tensor", "spec_of", "dtensor_of")
 def _(mesh: DeviceMesh) -> None:
     plain = torch.arange(6.0).view(2, 3)
     x = distribute_tensor(plain, mesh, (Shard(0), Replicate()))
-    assert compat.local_tensor(plain) is plain and compat.spec_of(plain) is None
-    local, spec = compat.local_tensor(x), compat.spec_of(x)
+    assert tensors.local_tensor(plain) is plain and distributed.spec_of(plain) is None
+    local, spec = tensors.local_tensor(x), distributed.spec_of(x)
     assert type(local) is Tensor and torch.equal(local, plain)
     assert (spec.mesh, spec.placements, spec.shape) == (mesh, x.placements, x.shape)
-    made = compat.dtensor_of(local + 1, spec)
+    made = distributed.dtensor_of(local + 1, spec)
     assert isinstance(made, DTensor) and torch.equal(made.full_tensor(), plain + 1)
-    assert compat.spec_of(made) == spec and compat.spec_of(made) is not spec
+    assert distributed.spec_of(made) == spec and distributed.spec_of(made) is not spec
 
 
 @of("guard_global_sizes")
@@ -193,7 +196,7 @@ def _(mesh: DeviceMesh) -> None:
 
     def double(x: DTensor) -> Tensor:
         y = x * 2
-        compat.guard_global_sizes()
+        modules.guard_global_sizes()
         return y.to_local()
 
     run = torch.compile(double, backend=count, fullgraph=True)
@@ -208,14 +211,14 @@ def _(mesh: DeviceMesh) -> None:
 @of("spec_for")
 def _(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.zeros(2, 3, 5), mesh, (Shard(0), Replicate()))
-    made = compat.spec_for(mesh, x.placements, x.shape, x.stride(), x.dtype)
-    assert made == compat.spec_of(x)
+    made = distributed.spec_for(mesh, x.placements, x.shape, x.stride(), x.dtype)
+    assert made == distributed.spec_of(x)
 
 
 @of("place_by_keyword")
 def _(mesh: DeviceMesh) -> None:
     # What it is for: tests/collectives/test_attention_inputs.py.
-    op = compat.flash_attention_for_cpu.default
+    op = tensors.flash_attention_for_cpu.default
     assert DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_kwargkey == [
         "attn_mask"
     ]
@@ -224,27 +227,27 @@ def _(mesh: DeviceMesh) -> None:
 @of("REPLICATE", "has_replicate")
 def _(mesh: DeviceMesh) -> None:
     module = nn.Linear(2, 2)
-    assert not compat.has_replicate(module)
-    assert compat.has_replicate(replicate(module))
-    assert replicate.__module__ == compat.REPLICATE
+    assert not distributed.has_replicate(module)
+    assert distributed.has_replicate(replicate(module))
+    assert replicate.__module__ == distributed.REPLICATE
 
 
 @of("is_sharded_by_fsdp")
 def _(mesh: DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     for module in model:
-        assert not compat.is_sharded_by_fsdp(module)
+        assert not distributed.is_sharded_by_fsdp(module)
     fully_shard(model, mesh=mesh["tp_row"])
-    assert [*map(compat.is_sharded_by_fsdp, (model, *model))] == [False, True, False]
+    assert [*map(distributed.is_sharded_by_fsdp, (model, *model))] == [False, True, False]
 
 
 @of("was_localized")
 def _(mesh: DeviceMesh) -> None:
     module = nn.Linear(2, 2, bias=False)
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh))
-    assert not compat.was_localized(module.weight)
+    assert not distributed.was_localized(module.weight)
     _localize_dtensor(module)
-    assert compat.was_localized(module.weight)
+    assert distributed.was_localized(module.weight)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -24,7 +24,7 @@ from support.fake import fake_grid
 from support.marks import deep
 from support.models import DOUBLE, batch, grid_mesh, loss_of, relative, train_beside
 from torch_tp2d import Attention2D, attention2d, attention_projections, balanced_order
-from torch_tp2d._torch_compat import fake_mode
+from torch_tp2d._torch_compat.tensors import fake_mode
 from torch_tp2d.mesh.layouts import chunk_sizes
 from torch_tp2d.ops.attention import Order
 from torch_tp2d.ops.attention.block import attend, attend_backward

@@ -29,7 +29,7 @@ from torch_tp2d import (
     attention_projections,
     parallelize_module,
 )
-from torch_tp2d._torch_compat import forward_hooks, forward_pre_hooks
+from torch_tp2d._torch_compat.modules import forward_hooks, forward_pre_hooks
 
 WIDTH, HEADS, VOCAB = 24, 4, 11
 

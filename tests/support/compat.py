@@ -1,11 +1,11 @@
-"""Checks of the names of ``torch_tp2d/_torch_compat.py``, by name; and what they look by."""
+"""Checks of the names of ``torch_tp2d/_torch_compat/``, by name; and what they look by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch_tp2d import _torch_compat as compat
+from torch_tp2d._torch_compat import tensors
 
 Check = Callable[..., None]
 
@@ -23,7 +23,7 @@ class Checks(dict[str, Check]):
         return note
 
 
-class Ops(compat.TorchDispatchMode):
+class Ops(tensors.TorchDispatchMode):
     """Notes the operators that it meets."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_tp2d._torch_compat import active_fake_mode, collective_of, flops_of
+from torch_tp2d._torch_compat.tensors import active_fake_mode, collective_of, flops_of
 from torch_tp2d.runtime.deferred import Deferred
 
 Group = tuple[tuple[int, ...], int]

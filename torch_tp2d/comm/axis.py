@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import resolve_process_group
+from .._torch_compat.distributed import resolve_process_group
 from .._tracing import in_graph
 from ..mesh.layouts import nested_chunk_sizes
 from .groups import ASKING, own_group

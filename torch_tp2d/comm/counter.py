@@ -11,12 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import (
-    TorchDispatchMode,
-    active_fake_mode,
-    collective_of,
-    resolve_process_group,
-)
+from .._torch_compat.distributed import resolve_process_group
+from .._torch_compat.tensors import TorchDispatchMode, active_fake_mode, collective_of
 
 __all__ = ["AxisNames", "CommCounter", "crossing"]
 

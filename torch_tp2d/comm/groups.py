@@ -32,15 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import (
-    active_fake_mode,
-    c10d_functional,
-    default_timeout,
-    disable_current_modes,
-    gloo_options,
-    set_timeout,
-    timeout_of,
-)
+from .._torch_compat.distributed import default_timeout, gloo_options, set_timeout, timeout_of
+from .._torch_compat.tensors import active_fake_mode, c10d_functional, disable_current_modes
 from .._tracing import in_graph
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
-from .._torch_compat import unviewed
+from .._torch_compat.tensors import unviewed
 from .._tracing import apply_node, in_graph
 from ..mesh.layouts import same_placement
 from .axis import Axis

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import AutoDispatchBelowAutograd
-from .._torch_compat import c10d_functional as _c10d
+from .._torch_compat.tensors import AutoDispatchBelowAutograd
+from .._torch_compat.tensors import c10d_functional as _c10d
 from .._tracing import in_graph
 
 __all__ = ["Pending", "Started", "nothing"]

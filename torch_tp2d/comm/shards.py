@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .._torch_compat import c10d_functional as _c10d
+from .._torch_compat.tensors import c10d_functional as _c10d
 from .axis import Axis
 from .pending import Pending, nothing
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .._torch_compat import c10d_functional as _c10d
+from .._torch_compat.tensors import c10d_functional as _c10d
 from .._tracing import in_graph
 from ..mesh.layouts import chunk_sizes
 from .axis import Axis, without_own

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import backend_of
+from .._torch_compat.distributed import backend_of
 from .groups import BACKEND
 
 __all__ = ["GLOO", "NCCL", "Transport", "transport_of"]

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch_compat import active_fake_mode, collective_of, resolve_process_group, timeout_of
+from .._torch_compat.distributed import resolve_process_group, timeout_of
+from .._torch_compat.tensors import active_fake_mode, collective_of
 from ..comm.wires import Message, Wires, name_ranks
 from .layers import current_layer
 

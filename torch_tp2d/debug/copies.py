@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._torch_compat import at_end_of_backward, current_graph_task_id
+from .._torch_compat.tensors import at_end_of_backward, current_graph_task_id
 from .._tracing import eager_only
 from ..comm import Axis
 from ..comm.wires import Message, name_ranks

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .._torch_compat import current_autograd_node, current_graph_task_id
+from .._torch_compat.tensors import current_autograd_node, current_graph_task_id
 
 __all__ = ["current_layer", "forward_of", "label"]
 

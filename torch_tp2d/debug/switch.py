@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch_compat import tree_leaves
+from .._torch_compat.tensors import tree_leaves
 from .._tracing import in_graph
 from ..comm import pending
 from .collectives import watched

@@ -14,8 +14,9 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from .._torch_compat import c10d_functional as _c10d
-from .._torch_compat import collective_of, graph_pass
+from .._torch_compat.modules import graph_pass
+from .._torch_compat.tensors import c10d_functional as _c10d
+from .._torch_compat.tensors import collective_of
 from .._tracing import WEIGHT
 from ..runtime.regather import GATHERED_AHEAD
 

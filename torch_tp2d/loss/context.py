@@ -13,12 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import (
-    DisableTorchFunctionSubclass,
-    StridedShard,
-    disable_dynamo,
-    make_wrapper_subclass,
-)
+from .._torch_compat.distributed import StridedShard
+from .._torch_compat.modules import disable_dynamo
+from .._torch_compat.tensors import DisableTorchFunctionSubclass, make_wrapper_subclass
 from .vocab_parallel import as_dtensor, loss_of
 
 __all__ = ["loss_parallel"]

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import StridedShard, disable_dynamo, root_mesh
+from .._torch_compat.distributed import StridedShard, root_mesh
+from .._torch_compat.modules import disable_dynamo
 from .._tracing import eager_only
 from ..comm import Axis, move
 from ..mesh.grid import Grid, check_mesh, describe_mesh

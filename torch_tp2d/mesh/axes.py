@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import disable_current_modes
+from .._torch_compat.tensors import disable_current_modes
 from ..comm import Axis, link_of, transport_of
 from ..comm.groups import ASKING, own_group
 from .layouts import TP_COL, TP_ROW, Layout, describe_mesh

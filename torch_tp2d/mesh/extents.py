@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import active_fake_mode, constant_in_graphs, disable_current_modes
+from .._torch_compat.modules import constant_in_graphs
+from .._torch_compat.tensors import active_fake_mode, disable_current_modes
 from .._tracing import in_graph
 from ..comm import Axis, Pending, all_gather
 from ..runtime.context import Sizes

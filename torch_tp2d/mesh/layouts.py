@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import spec_for
+from .._torch_compat.distributed import spec_for
 from .._tracing import static
 
 __all__ = [

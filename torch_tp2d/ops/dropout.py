@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import dispatch_modes
+from .._torch_compat.tensors import dispatch_modes
 from .._tracing import in_graph
 
 __all__ = ["draw_key", "drop", "dropout", "dropped", "fused", "recomputed"]

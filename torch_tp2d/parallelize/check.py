@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .. import debug
-from .._torch_compat import REPLICATE, has_replicate
+from .._torch_compat.distributed import REPLICATE, has_replicate
 from .._version import __version__
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import normalize

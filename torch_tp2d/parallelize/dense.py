@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import parameters_of, submodules_of
+from .._torch_compat.modules import parameters_of, submodules_of
 from .._tracing import eager_only
 from ..mesh.grid import describe_mesh
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_compat import disable_current_modes
+from .._torch_compat.tensors import disable_current_modes
 from .user_code import Call, place_of
 
 __all__ = ["Drawn", "state_before"]

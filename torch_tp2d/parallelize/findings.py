@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import disable_current_modes
+from .._torch_compat.tensors import disable_current_modes
 from ..comm.groups import gather_facts
 from ..mesh.grid import Grid, describe_mesh
 from .alike import FACTS, are_alike, facts_of

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, was_localized
+from .._torch_compat.distributed import was_localized
+from .._torch_compat.modules import forward_hooks, forward_pre_hooks, parameters_of
 from .._tracing import eager_only
 from ..mesh.grid import describe_mesh
 from ..styles.base import refuse_transforms

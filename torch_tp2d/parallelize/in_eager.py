@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import is_compiled, tree_leaves
+from .._torch_compat.modules import is_compiled
+from .._torch_compat.tensors import tree_leaves
 from ..runtime.context import Context
 from ..runtime.reductions import Backward, backward_of
 

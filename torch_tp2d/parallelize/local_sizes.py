@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import constant_in_graphs, tree_leaves
+from .._torch_compat.modules import constant_in_graphs
+from .._torch_compat.tensors import tree_leaves
 from .._tracing import eager_only, in_graph
 from ..comm.groups import is_pretended, sends
 from ..mesh.grid import Grid

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_compat import disable_current_modes
+from .._torch_compat.tensors import disable_current_modes
 from .user_code import Call
 
 __all__ = ["RESHAPES", "VIEWS", "Part", "moved", "picked"]

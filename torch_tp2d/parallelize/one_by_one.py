@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch_compat import disable_current_modes
+from .._torch_compat.tensors import disable_current_modes
 from .user_code import Call, is_local, namespace_of
 
 __all__ = ["is_linear", "own_dims"]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .._torch_compat import current_mesh
+from .._torch_compat.distributed import current_mesh
 from ..mesh.grid import check_mesh
 from ..runtime.context import context_of
 from ..runtime.prefetch import Forward

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .._torch_compat import submodules_of
+from .._torch_compat.modules import submodules_of
 from ..styles.attention import Attention2D
 from ..styles.base import GridStyle
 from ..styles.dropout import OTHER_KINDS, Dropout2D, DropoutInside, rates_of

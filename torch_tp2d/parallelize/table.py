@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import forward_hooks, forward_pre_hooks
+from .._torch_compat.modules import forward_hooks, forward_pre_hooks
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout
 from ..styles.base import Resolved

@@ -7,7 +7,7 @@ from collections import defaultdict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import parameters_of
+from .._torch_compat.modules import parameters_of
 
 
 def ties_of(root: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from .._torch_compat import vmapped
+from .._torch_compat.tensors import vmapped
 from ..comm.axis import Axis
 from .moved_dims import Part
 from .user_code import Call, namespace_of, place_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import disable_current_modes, version
+from .._torch_compat.tensors import disable_current_modes, version
 from .._tracing import eager_only
 from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, describe_mesh

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import tree_leaves
+from .._torch_compat.tensors import tree_leaves
 from ..mesh.axes import part_of
 from ..mesh.grid import Grid, check_mesh
 from ..mesh.handed import Handed, said_of

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_compat import root_mesh
+from .._torch_compat.distributed import root_mesh
 from ..comm import FAST, Axis, Pending, all_gather, all_reduce, set_link_rate
 from ..comm.groups import sends
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from .._torch_compat import fake_world
+from .._torch_compat.distributed import fake_world
 from ..mesh.layouts import TP_COL, TP_ROW
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch_compat import NEEDS_VALUES, fake_mode, local_tensor
+from .._torch_compat.tensors import NEEDS_VALUES, fake_mode, local_tensor
 from ..comm import transport_of
 from ..loss import cross_entropy
 from ..mesh.grid import Grid, describe_mesh

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch_compat import (
+from .._torch_compat.tensors import (
     TorchDispatchMode,
     c10d_collective_of,
     collective_of,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .._torch_compat import submodules_of
+from .._torch_compat.modules import submodules_of
 from ..parallelize.lora import is_adapted, plain
 
 __all__ = ["inside_peft", "without_adapters"]

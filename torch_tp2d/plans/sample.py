@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import (
+from .._torch_compat.distributed import dtensor_of, spec_of
+from .._torch_compat.tensors import (
     TorchDispatchMode,
     disable_current_modes,
-    dtensor_of,
     local_tensor,
-    spec_of,
     tree_leaves,
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import fake_mode, tree_leaves
+from .._torch_compat.tensors import fake_mode, tree_leaves
 from ..styles.module_kinds import embeds, is_conv1d, is_linear
 from .sample import ConstantsHaveValues, copy_without_values, sample_inputs
 

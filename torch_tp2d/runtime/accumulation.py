@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch_compat import local_tensor, parameters_of
+from .._torch_compat.modules import parameters_of
+from .._torch_compat.tensors import local_tensor
 from ..comm import Pending
 from .unseen import UnseenChanges
 from .versions import copy_to_compare, same_bits, versions

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch_compat import (
-    SELECTIVE_MODES,
-    current_graph_task_id,
-    dispatch_modes,
-    root_mesh,
-)
+from .._torch_compat.distributed import root_mesh
+from .._torch_compat.tensors import SELECTIVE_MODES, current_graph_task_id, dispatch_modes
 from ..mesh.layouts import Layout, describe_mesh
 from .accumulation import Accumulation
 from .unseen import UnseenChanges

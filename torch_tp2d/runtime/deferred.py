@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_compat import (
+from .._torch_compat.tensors import (
     disabled_torch_function_impl,
     fused_all_gather_matmul,
     is_mutable,

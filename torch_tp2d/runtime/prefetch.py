@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import forward_hooks, forward_pre_hooks, parameters_of, tree_leaves
+from .._torch_compat.modules import forward_hooks, forward_pre_hooks, parameters_of
+from .._torch_compat.tensors import tree_leaves
 from .._tracing import eager_only, in_graph
 from ..comm import Pending
 from .context import Context, OnBehalf, autocast_dtype, directly, in_backward, selective_region

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .._torch_compat import at_end_of_backward, current_graph_task_id
+from .._torch_compat.tensors import at_end_of_backward, current_graph_task_id
 from .._tracing import in_graph
 from ..comm import Axis, Pending, all_reduce
 from .context import Context, in_backward

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._torch_compat import parameters_of, submodules_of
+from .._torch_compat.modules import parameters_of, submodules_of
 from ..comm import Pending
 from .context import Context, in_backward
 from .reductions import Backward

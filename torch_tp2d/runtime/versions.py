@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._torch_compat import (
+from .._torch_compat.tensors import (
     active_fake_mode,
     disable_current_modes,
     dispatch_modes,

@@ -20,11 +20,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .. import debug
-from .._torch_compat import (
-    are_functorch_transforms_active,
-    guard_global_sizes,
-    parameters_of,
-)
+from .._torch_compat.modules import guard_global_sizes, parameters_of
+from .._torch_compat.tensors import are_functorch_transforms_active
 from .._tracing import in_graph, in_one_piece
 from ..mesh.grid import Axes, Grid, describe_mesh
 from ..mesh.layouts import TP_COL, Layout, normalize

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._torch_compat import local_tensor, version
+from .._torch_compat.tensors import local_tensor, version
 from .._tracing import eager_only, in_graph
 from ..comm.groups import sends
 from ..mesh.grid import Grid, describe_mesh

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
-from .._torch_compat import StridedShard
+from .._torch_compat.distributed import StridedShard
 
 __all__ = ["canonical"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from .. import debug
-from .._torch_compat import disable_current_modes
+from .._torch_compat.tensors import disable_current_modes
 from .._tracing import eager_only
 from ..comm.groups import gather_facts, sends
 from ..mesh.grid import Grid, describe_mesh

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._once import once_differentiable
-from .._torch_compat import dtensor_of, local_tensor, spec_of
+from .._torch_compat.distributed import dtensor_of, spec_of
+from .._torch_compat.tensors import local_tensor
 from .._tracing import apply_node, in_graph
 from ..comm import nothing
 from ..mesh.grid import Grid, describe_mesh

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import parameters_of
+from .._torch_compat.modules import parameters_of
 from .._tracing import eager_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import STATIONARY, Layout, as_layout, is_pair, normalize

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import is_sharded_by_fsdp, parameters_of
+from .._torch_compat.distributed import is_sharded_by_fsdp
+from .._torch_compat.modules import parameters_of
 from .._tracing import eager_only
 from ..mesh.grid import describe_mesh
 from .module_kinds import describe_module

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import flex_attention_op
+from .._torch_compat.tensors import flex_attention_op
 from .._tracing import in_graph
 
 __all__ = ["RATES", "Intercept"]

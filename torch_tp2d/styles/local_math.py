@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .._once import once_differentiable
-from .._torch_compat import hooks_again, parameters_of, tree_leaves
+from .._torch_compat.modules import parameters_of
+from .._torch_compat.tensors import hooks_again, tree_leaves
 from .._tracing import in_graph
 from ..comm import Axis
 from ..mesh.axes import names_of

@@ -11,7 +11,7 @@ import torch.distributed.tensor as dt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch_compat import tree_leaves, tree_map_only
+from .._torch_compat.tensors import tree_leaves, tree_map_only
 from .._tracing import in_graph
 from ..mesh.axes import names_of
 from ..mesh.grid import Grid, describe_mesh

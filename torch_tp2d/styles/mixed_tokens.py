@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Shard
 
-from .._torch_compat import outputs_of, top_saved_tensors_default_hooks, tree_leaves
+from .._torch_compat.tensors import outputs_of, top_saved_tensors_default_hooks, tree_leaves
 from ..comm.groups import gather_facts, sends
 from ..mesh.axes import on_mesh
 from ..mesh.grid import Grid, describe_mesh

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import parameters_of
+from .._torch_compat.modules import parameters_of
 
 __all__ = [
     "HEADS",

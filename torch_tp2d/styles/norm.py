@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from .._torch_compat import parameters_of
+from .._torch_compat.modules import parameters_of
 from ..mesh.grid import Grid
 from ..mesh.layouts import Layout, as_layout, check_row_dim, feature_layout, is_pair
 from ..ops.norm import norm2d

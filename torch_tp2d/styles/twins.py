@@ -12,7 +12,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from .._torch_compat import asked_alone, hooks_of
+from .._torch_compat.tensors import asked_alone, hooks_of
 from .._tracing import in_graph
 from ..mesh.layouts import Layout
 from ..runtime.context import Context

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import parameters_of, tree_leaves, tree_map_only
+from .._torch_compat.modules import parameters_of
+from .._torch_compat.tensors import tree_leaves, tree_map_only
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.handed import hand_out, said_of
 from ..mesh.layouts import Layout, normalize, shards_dim

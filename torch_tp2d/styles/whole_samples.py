@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
-from .._torch_compat import forward_pre_hooks, tree_leaves, tree_map_only
+from .._torch_compat.modules import forward_pre_hooks
+from .._torch_compat.tensors import tree_leaves, tree_map_only
 from .._tracing import in_graph
 from ..mesh.grid import Grid, describe_mesh
 from ..mesh.layouts import Layout

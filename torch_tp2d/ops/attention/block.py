@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._torch_compat import active_fake_mode, safe_softmax
+from ..._torch_compat.tensors import active_fake_mode, safe_softmax
 from .kernels import Block, kernel_for
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-from ..._torch_compat import (
+from ..._torch_compat.tensors import (
     efficient_attention,
     efficient_attention_backward,
     flash_attention,

@@ -15,11 +15,8 @@ from typing import Any
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..._torch_compat import (
-    flash_attention_for_cpu,
-    flash_attention_for_cpu_backward,
-    place_by_keyword,
-)
+from ..._torch_compat.distributed import place_by_keyword
+from ..._torch_compat.tensors import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
 __all__: list[str] = []
 

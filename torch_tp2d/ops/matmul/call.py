@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._once import once_differentiable
-from ..._torch_compat import adds_to_grad, local_tensor, parameters_of, unviewed
+from ..._torch_compat.modules import parameters_of
+from ..._torch_compat.tensors import adds_to_grad, local_tensor, unviewed
 from ..._tracing import apply_node, in_graph, moving_weight
 from ...comm import Axis, Pending, all_reduce
 from ...runtime.accumulation import Accumulation

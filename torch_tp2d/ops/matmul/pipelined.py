@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._once import once_differentiable
-from ..._torch_compat import hooked_in_backward
+from ..._torch_compat.tensors import hooked_in_backward
 from ..._tracing import in_graph
 from ...comm import Pending
 from ...runtime.deferred import Again, Gathering, LazyResult, Products, Transfer, undeferred

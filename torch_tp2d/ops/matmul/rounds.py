@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..._torch_compat import fused_matmul_reduce_scatter
+from ..._torch_compat.tensors import fused_matmul_reduce_scatter
 from ...comm import (
     Pending,
     all_reduce,

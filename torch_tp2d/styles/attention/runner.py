@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch_compat import tree_map_only
+from ..._torch_compat.tensors import tree_map_only
 from ..._tracing import in_graph
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.handed import hand_out, said_of

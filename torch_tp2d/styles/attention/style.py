@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from ..._torch_compat import parameters_of
+from ..._torch_compat.modules import parameters_of
 from ...comm import Axis
 from ...mesh.grid import Grid, describe_mesh
 from ...mesh.layouts import Layout, as_layout, check_row_dim, row_layout

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._torch_compat import fuses_products
+from ..._torch_compat.tensors import fuses_products
 from ...comm.groups import sends
 from ...mesh import layouts
 from ...mesh.grid import Grid, describe_mesh

@@ -1,37 +1,18 @@
-"""Every private name of torch that the package uses, and what it is used for.
-
-Under torch's name without the underscore where they are torch's unchanged. Each has a test in
-``tests/arithmetic/test_torch_compat*.py``, whose name tells what a release of torch has moved;
-``test_package.py`` allows no private names elsewhere.
-"""
+"""Of tensors, autograd, operators and graphs."""
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-from torch import Tensor, nn
+from torch import Tensor
 from torch._guards import active_fake_mode as active_fake_mode
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed._composable.contract import STATE_KEY
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.fx import Graph
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -97,6 +78,14 @@ def version(x: Tensor) -> int | None:
         return None
 
 
+def local_tensor(x: Any) -> Any:
+    """A DTensor's local shard, without the autograd node of ``to_local()``; other tensors as is.
+
+    Recognised by the attribute, since FSDP2 has parameter classes of its own.
+    """
+    return getattr(x, "_local_tensor", x)
+
+
 def versions(x: Any) -> tuple[int | None, ...]:
     """:func:`version` of a tensor; of a DTensor its own and its shard's.
 
@@ -151,69 +140,6 @@ def is_mutable(op: Any) -> bool:
     """Whether an operator writes into an argument, which then must not be one that others use."""
     return bool(op._schema.is_mutable)
 
-
-def begins_no_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo make no graph that begins with a function, or with one that it calls.
-
-    A graph that reaches the function has it as a part, unlike a function that is disabled.
-    """
-    dynamo = torch._C._dynamo.eval_frame
-    skips = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skips, skips))
-    return function
-
-
-def guard_global_sizes() -> None:
-    """Let a graph that is being traced hold for DTensors of these global sizes only.
-
-    Of an input that is a DTensor Dynamo compares the shard's sizes, which can be the same on one
-    rank and others on another: that rank alone would run the graph of another length.
-    """
-    from torch._dynamo.comptime import comptime  # here, as it imports Dynamo
-
-    comptime(_guard_inputs)
-
-
-def _guard_inputs(tracing: Any) -> None:
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
-
-    output = tracing._ComptimeContext__tx.output
-    if output.current_tracer is output.root_tracer:
-        # Those that are used later only, too.
-        _make_inputs(output.root_tx.symbolic_locals.values())
-    for node in output.root_tracer.graph.find_nodes(op="placeholder"):
-        given = node.meta.get("grapharg")
-        if given is None or not isinstance(given.example, DTensor):
-            continue
-        if isinstance(given.example, torch.nn.Parameter):
-            continue
-        sizes = AttrSource(AttrSource(given.source, "_spec"), "shape")
-        install_guard(sizes.make_guard(GuardBuilder.EQUALS_MATCH))
-        traced = node.meta["example_value"]
-        for size in (*traced.shape, *local_tensor(traced).shape):
-            int(size)  # A symbol, as a size becomes once it has changed, is one no more.
-
-
-def _make_inputs(variables: Iterable[Any]) -> None:
-    """Make inputs of the graph of the DTensors among a frame's variables, or held by one."""
-    from torch._dynamo.variables import LazyVariableTracker
-
-    for variable in variables:
-        if not isinstance(variable, LazyVariableTracker) or variable.is_realized():
-            continue
-        value = variable.peek_value()
-        if isinstance(value, DTensor):
-            variable.realize()
-        elif type(value) in (tuple, list, dict):
-            held = value.values() if isinstance(value, dict) else value
-            if any(isinstance(x, DTensor) for x in held):
-                made: Any = variable.realize()
-                _make_inputs(made.items.values() if isinstance(value, dict) else made.items)
-
-
-disable_dynamo = torch._disable_dynamo
-"""``torch.compiler.disable`` without importing Dynamo, which takes a second and patches torch."""
 
 # Autograd's engine
 
@@ -365,199 +291,3 @@ def fuses_products(device_type: str) -> bool:
 
 safe_softmax: Any = _aten._safe_softmax
 """Softmax with zeros for rows of ``-inf`` only, as in ``scaled_dot_product_attention``."""
-
-# Meshes and process groups. set_timeout: torch gives a mesh's groups the default timeout.
-
-
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one is a slice of: all slices of it have one :class:`Context`."""
-    return mesh._get_root_mesh()
-
-
-def current_mesh() -> DeviceMesh:
-    """The mesh of the surrounding ``with mesh:``, as torch's ``parallelize_module`` takes it."""
-    return _mesh_resources.get_current_mesh()
-
-
-_first_fake_rank = itertools.count(1 << 16)
-
-
-@contextmanager
-def fake_world(ranks: int, rank: int) -> Iterator[int]:
-    """A default process group that transfers nothing, whatever group the process has.
-
-    torch keeps its groups in one object, which is replaced meanwhile, and in a registry of names,
-    from which the fake groups' names are removed at the end.
-
-    The ranks begin at a number at which no other mesh of the process begins: DTensor caches the
-    meshes that it has seen, and would take this one for another of the same ranks.
-
-    Args:
-        ranks: the number of ranks of the mesh.
-        rank: which of them this process is.
-
-    Yields:
-        The number of the first rank.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    before, hook, first = c10d._world, sys.excepthook, next(_first_fake_rank)
-    kinds = "map names group_ranks backend_config to_tag coalesce_state"
-    tables: Any = {name: {} for name in ("tags_to_pg", *(f"pg_{kind}" for kind in kinds.split()))}
-    # So that names differ from those of the process's own groups.
-    here: Any = SimpleNamespace(default_pg=None, comms=[], group_count=1 << 30, **tables)
-    c10d._world = here
-    try:
-        size = first + ranks
-        dist.init_process_group("fake", store=FakeStore(), rank=first + rank, world_size=size)
-        yield first
-    finally:
-        for name in here.pg_names.values():
-            c10d._unregister_process_group(name)
-        c10d._world = before
-        c10d._update_default_pg(before.default_pg)
-        sys.excepthook = hook
-
-
-def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """The process group of a name, by which the functional collectives refer to it."""
-    return c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of a group for a device, such as a ProcessGroupGloo; None if there is none."""
-    if torch.device(device.type) not in group._device_types:
-        return None
-    return group._get_backend(device)
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of a group's transfers; None for a backend that has no such option."""
-    options = getattr(backend_of(group, device), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def default_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of a group of this backend that was given none."""
-    return c10d._get_default_timeout(dist.get_backend(group))
-
-
-def gloo_options(devices: Sequence[Any], threads: int, timeout: timedelta) -> Any:
-    """Options of a gloo group with ``threads`` worker threads, where torch's groups have two."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = list(devices)
-    options._threads = threads
-    options._timeout = timeout
-    return options
-
-
-# DTensor. StridedShard: the placement that DTensor gives a flattened sequence of uneven shards.
-
-
-def local_tensor(x: Any) -> Any:
-    """A DTensor's local shard, without the autograd node of ``to_local()``; other tensors as is.
-
-    Recognised by the attribute, since FSDP2 has parameter classes of its own.
-    """
-    return getattr(x, "_local_tensor", x)
-
-
-def spec_of(x: Any) -> Any:
-    """A DTensor's spec: its mesh, placements and global shape; None for other tensors."""
-    return getattr(x, "_spec", None)
-
-
-def place_by_keyword(op: Any, name: str) -> None:
-    """Let DTensor's cache of an operator's placements look at a keyword argument."""
-    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[op].static_kwargkey = [name]
-
-
-def spec_for(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Any:
-    """The spec of a DTensor."""
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
-
-
-def dtensor_of(local: Tensor, spec: Any) -> DTensor:
-    """A shard as a DTensor, without ``from_local``'s checks, which take longer than a product."""
-    # A copy of the spec, as torch changes specs in place.
-    own = object.__new__(type(spec))
-    own.__dict__.update(spec.__dict__)
-    # Without __init__, which does nothing but tell torch.export.
-    return DTensor.__new__(DTensor, local, own, requires_grad=False)
-
-
-# Modules, and how data parallelism wraps them
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name, including those that are None."""
-    return module._parameters
-
-
-def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children by name, including those that are None, pruned for pipeline stages."""
-    return module._modules
-
-
-def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Hooks before a module's forward: a user's may change parameters, ours leave a copy's."""
-    return module._forward_pre_hooks
-
-
-def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Hooks after a module's forward: a user's may change parameters."""
-    return module._forward_hooks
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile``, or the module's own ``compile()``, compiles its calls."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def graph_pass(run: Callable[[Graph], None], *files: str) -> Any:
-    """A pass of Inductor's own: ``run`` changes each graph, as it says in these source files."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            run(graph)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files(files)
-
-    return Pass()
-
-
-def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Let Dynamo call a function when it traces, as ``torch.compiler.assume_constant_result`` does.
-
-    Which imports Dynamo.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-REPLICATE = "torch.distributed._composable.replicate"
-
-
-def has_replicate(module: nn.Module) -> bool:
-    """Whether the composable ``replicate`` averages a module's gradients."""
-    states = module.__dict__.get(STATE_KEY, {}).values()
-    return any(type(state).__module__ == REPLICATE for state in states)
-
-
-def is_sharded_by_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP2 shards a module's own parameters, and so follows a ``load_state_dict``."""
-    hooks = module._load_state_dict_post_hooks.values()
-    return any(hook.__module__.startswith("torch.distributed.fsdp.") for hook in hooks)
-
-
-def was_localized(param: Any) -> bool:
-    """Whether DistributedDataParallel, with a ``device_mesh``, made a DTensor parameter plain."""
-    return hasattr(param, "_st_info")
