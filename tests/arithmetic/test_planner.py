@@ -59,12 +59,13 @@ def test_the_slower_axis_decides() -> None:
 
 
 def test_rounds_pay_where_the_link_is_slow() -> None:
-    assert choose_algorithm(True, SLOW) == "pipelined"
-    assert choose_algorithm(True, None) == "pipelined"
-    assert choose_algorithm(True, Rates(5e9, 5e9, 1e10)) == "collective"
+    assert choose_algorithm(4, True, SLOW) == "pipelined"
+    assert choose_algorithm(4, True, None) == "pipelined"
+    assert choose_algorithm(4, True, Rates(5e9, 5e9, 1e10)) == "collective"
     # One slow axis is reason enough.
-    assert choose_algorithm(True, Rates(5e9, 25e6, 1e10)) == "pipelined"
-    assert choose_algorithm(False, SLOW) == "pipelined"
+    assert choose_algorithm(4, True, Rates(5e9, 25e6, 1e10)) == "pipelined"
+    assert choose_algorithm(4, False, SLOW) == "pipelined"
+    assert choose_algorithm(1, True, SLOW) == "collective"
 
 
 def _measured() -> tuple[Any, bool]:

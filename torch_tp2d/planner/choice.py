@@ -15,14 +15,17 @@ ADVANTAGE = 0.9
 """Another dataflow is chosen if it takes at most this fraction of the time of the style's own."""
 
 
-def choose_algorithm(goes_by_rates: bool, rates: Rates | None) -> str:
+def choose_algorithm(ranks: int, goes_by_rates: bool, rates: Rates | None) -> str:
     """``pipelined`` if transfers take longer than splitting them into rounds costs.
 
     Args:
+        ranks: those of the mesh; one has no transfers, and so nothing to overlap.
         goes_by_rates: the transport's attribute; if False, transfers are one round, which costs
             next to nothing.
         rates: those of the mesh; None if they are not known.
     """
+    if ranks == 1:
+        return "collective"
     if not goes_by_rates or rates is None:
         return "pipelined"
     slowest = min(rates.row, rates.col)

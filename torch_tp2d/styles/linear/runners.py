@@ -83,13 +83,10 @@ class LinearRunner(_OpRunner):
     def __init__(self, style: MatmulOptions, module: Any, grid: Grid, rates: Rates | None) -> None:
         name = style.algorithm
         if name == "auto":
-            by_rates = grid.col.transport.goes_by_rates
-            name = choose_algorithm(by_rates, rates)
-            if style.regather_input:
-                name = "pipelined"
-            elif grid.row.size == grid.col.size == 1:
-                # There is nothing to overlap.
-                name = "collective"
+            ranks, by_rates = grid.row.size * grid.col.size, grid.col.transport.goes_by_rates
+            # Only pipelined keeps gathered tokens, which it may gather again instead.
+            chosen = choose_algorithm(ranks, by_rates, rates)
+            name = "pipelined" if style.regather_input else chosen
         algorithm = ALGORITHMS[name]
         reshard, keeps = style.reshard_after_forward, grid.row.transport.keeps_gathered
         super().__init__(
