@@ -52,14 +52,17 @@ def backward(
     moving = None
     if needs.x and not op.keep_weight:
         moving = call.gather(weight)
-    weight_grad = bias_grad = None
+    weight_grad = bias_grad = dx = dw = db = None
     if needs.weight:
         a, c = (rows, grad) if op.gathers_input else (grad, rows)
         kept = call.gradients_kept() if algorithm.WHOLE else None
         if not algorithm.WHOLE:
             weight_grad = algorithm.atb(a, c, cut)
+        elif cut.row.size == 1:
+            # Nothing is summed, nor kept for a sum.
+            dw = c.t() @ a if op.transposes else a.t() @ c
         elif kept is None:
-            weight_grad = op.sum_over_rows(op.part_of_grad(a, c))
+            weight_grad = op.sum_over_rows(a.t() @ c)
         elif kept.holds:
             call.keep_gradient(a.t() @ c)
         else:
@@ -68,7 +71,6 @@ def backward(
         columns = op.bias_columns
         mine = grad if columns is None else grad[:, columns]
         bias_grad = op.sum_of_bias(mine.sum(0))
-    dx = dw = db = None
     if needs.x:
         b = weight if moving is None else moving.wait()
         dx = algorithm.abt(grad, b, cut) if op.gathers_input else algorithm.ab(grad, b, cut)
