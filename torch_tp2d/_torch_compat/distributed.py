@@ -141,8 +141,7 @@ def dtensor_of(local: Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(DTensor, local, own, requires_grad=False)
 
 
-# Modules, and how data parallelism wraps them
-
+# How data parallelism wraps modules
 
 REPLICATE = "torch.distributed._composable.replicate"
 
