@@ -225,15 +225,13 @@ def test_ready_plans_move_and_hold_what_is_predicted(rows: int, columns: int) ->
     answers = world.run(rows * columns, _ready, rows, columns)
     assert [wrong for wrong, _ in answers if wrong] == []
     for name in answers[0][1]:
-        # What was sent is held until it has arrived, which is another moment every time: what T5
-        # holds most on 2 x 4 differs by 6 % from step to step. The later the more is held, and the
-        # prediction is of the latest moment, which eight ranks on two cores may never see.
-        measured = [peak for _, peaks in answers for peak in peaks[name][0]]
+        # What was sent is held until it has arrived, so that a rank that is late holds up to 12 %
+        # more in a step or two; the least is of steps in which transfers were done in time.
+        measured = min(peak for _, peaks in answers for peak in peaks[name][0])
         predicted = max(peaks[name][1] for _, peaks in answers)
-        most = (1.1 if name == "t5" and rows * columns > 4 else 1.05) * max(measured)
         # On NCCL's transport too it is gloo that sends, which copies what it reduce-scatters.
-        least = 0.0 if os.environ.get("TP2D_TRANSPORT") else 0.95 * min(measured)
-        assert least < predicted < most, (name, measured, predicted)
+        least = 0.0 if os.environ.get("TP2D_TRANSPORT") else 0.95
+        assert least < predicted / measured < 1.05, (name, answers)
 
 
 class _OfFSDP2(TorchDispatchMode):
@@ -313,6 +311,33 @@ def test_weights_that_fsdp2_keeps_are_no_activations() -> None:
     model = transformer(VOCAB, n_heads=4)
     assert activations == again
     assert few < sum(p.numel() * 8 for p in model.parameters()) < all_of_them
+
+
+class _Squared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+@pytest.mark.parametrize("grid", [(1, 8), (8, 1), (2, 4)])
+def test_what_dtensor_tries_on_whole_shapes_is_no_memory(grid: tuple[int, int]) -> None:
+    """DTensor runs an operator on fake tensors as large as the whole ones, to know its shape.
+
+    They were counted, and made the peak of this model on eight ranks three times what it is, and
+    Llama's on 2 x 4 8.8 % too large: taken for transfers that no measured step had seen arrive late
+    enough, until a busy hour's steps saw none of it either.
+    """
+    found = []
+    for local in (True, False):
+        plan = {
+            "0": Colwise2D(input_layouts=Shard(1), use_local_output=local),
+            "2": Rowwise2D(output_layouts=Shard(1)),
+        }
+        model = nn.Sequential(nn.Linear(64, 256), _Squared(), nn.Linear(256, 64))
+        found.append(describe(model, grid, plan, batch=8, seq=64))
+    tensors, dtensors = found
+    assert dtensors.memory == tensors.memory
+    assert dtensors.bytes_along("tp_row") == tensors.bytes_along("tp_row")
+    assert [m.flops for m in dtensors.modules] == [m.flops for m in tensors.modules]
 
 
 M, K, N = 96, 24, 48

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.distributed.tensor.parallel.ddp import _localize_dtensor
 
 from support.compat import Checks, Ops
@@ -230,6 +231,49 @@ def _(mesh: DeviceMesh) -> None:
     assert not distributed.has_replicate(module)
     assert distributed.has_replicate(replicate(module))
     assert replicate.__module__ == distributed.REPLICATE
+
+
+@of("deciding_layouts_within")
+def _(mesh: DeviceMesh) -> None:
+    inside: list[bool] = []
+    met: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    class Meets(tensors.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+            if DTensor in types:
+                return NotImplemented
+            met.append((func.name(), bool(inside)))
+            return func(*args, **(kw or {}))
+
+    with tensors.fake_mode():
+        x = DTensor.from_local(torch.ones(2, 3), mesh, run_check=False)
+        with Meets(), distributed.deciding_layouts_within(around):
+            x.mul(x)
+            # It has no rule of its own: DTensor tries what it is made of.
+            nn.functional.hardswish(x)
+        tried = [name for name, within in met if within]
+        own = [name for name, within in met if not within and name.startswith("aten")]
+        assert own == ["aten::mul.Tensor", "aten::hardswish"]
+        assert set(own) | {"aten::clamp"} < {*tried}, tried
+        # Its rule is by hand, and asks for the shapes alone.
+        logits = DTensor.from_local(torch.ones(2, 3), mesh["tp_col"], [Shard(1)], run_check=False)
+        target = DTensor.from_local(torch.ones(2).long(), mesh["tp_col"], run_check=False)
+        met.clear()
+        with Meets(), distributed.deciding_layouts_within(around), loss_parallel():
+            nn.functional.cross_entropy(logits, target)
+        assert met.count(("aten::_log_softmax", True)) == 1
+        met.clear()
+        with Meets():
+            x.sub(x)
+    assert met.count(("aten::sub.Tensor", False)) == 2
+    left = vars(DTensor._op_dispatcher.sharding_propagator)
+    assert not {name for name in left if name.endswith("non_cached")}
 
 
 @of("is_sharded_by_fsdp")

@@ -328,8 +328,10 @@ ALL = [*MODELS, *DECODERS]
     ids=lambda value: f"{len(value)}models" if isinstance(value, list) else None,
 )
 def test_models_train_by_derived_plans(rows: int, columns: int, names: list[str]) -> None:
-    for seen in world.run(rows * columns, _train, rows, columns, names):
-        assert not {name: far for name, far in seen.items() if not far < TOLERANCE}
+    # A body has four minutes, which all of them together may not be done in on a busy machine.
+    for start in range(0, len(names), 8):
+        for seen in world.run(rows * columns, _train, rows, columns, names[start : start + 8]):
+            assert not {name: far for name, far in seen.items() if not far < TOLERANCE}
 
 
 def _unheard(rows: int, columns: int, kind: Callable[[], nn.Module]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +142,32 @@ def dtensor_of(local: Tensor, spec: Any) -> DTensor:
 
 
 # How data parallelism wraps modules
+
+
+@contextmanager
+def deciding_layouts_within(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Have DTensor look for the layout of an operator's result within ``around()``.
+
+    To know the result's shape it runs the operator on fake tensors as large as the whole ones.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    names = "propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"
+
+    def within(decide: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def decided(schema: Any) -> Any:
+            with around():
+                return decide(schema)
+
+        return decided
+
+    for name in names:
+        setattr(propagator, name, within(getattr(propagator, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(propagator).pop(name, None)
+
 
 REPLICATE = "torch.distributed._composable.replicate"
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from .._torch_compat.distributed import deciding_layouts_within
 from .._torch_compat.tensors import NEEDS_VALUES, fake_mode, local_tensor
 from ..comm import transport_of
 from ..loss import cross_entropy
@@ -194,7 +195,7 @@ def _record(model: nn.Module, mesh: DeviceMesh, grid: DeviceMesh, case: Case, mo
         plain = type(torch.empty(0, device="cpu"))
         inputs = _inputs(model, grid, table, batch, case)
         recorder = Recorder(model, mesh, plain)
-        with recorder, _refusing_values(model):
+        with recorder, deciding_layouts_within(recorder.paused), _refusing_values(model):
             if any(getattr(m.__dict__.get("_tp2d"), "in_rounds", False) for m in model.modules()):
                 # A forward gathers ahead in the order of the one before, so run one before.
                 _forward(model, inputs, case)

@@ -138,6 +138,7 @@ class Recorder(TorchDispatchMode):
         self.memory = Kept(Counter(), Counter())
         self._storages: dict[int, tuple[Any, str, str, int]] = {}
         self._moving: dict[int, int] = {}
+        self._paused = False
         for param in model.parameters():
             self._hold(local_tensor(param), PARAMETERS, "")
         for module in model.modules():
@@ -152,6 +153,15 @@ class Recorder(TorchDispatchMode):
         self.events.clear()
         self._moving.clear()
         self.memory.peak = self.memory.live.copy()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing of what runs within."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     # Which module an operator is attributed to
 
@@ -212,6 +222,8 @@ class Recorder(TorchDispatchMode):
             # A DTensor, for example, then runs operators on its shards, which are recorded.
             return NotImplemented
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         op, of_fsdp = collective_of(func), c10d_collective_of(func)
         if func.name().endswith("::wait_tensor"):
             # The real operator returns its own argument, but a fake one would make a copy.
