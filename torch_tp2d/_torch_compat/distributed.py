@@ -141,9 +141,6 @@ def dtensor_of(local: Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(DTensor, local, own, requires_grad=False)
 
 
-# How data parallelism wraps modules
-
-
 @contextmanager
 def deciding_layouts_within(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Have DTensor look for the layout of an operator's result within ``around()``.
@@ -168,6 +165,8 @@ def deciding_layouts_within(around: Callable[[], AbstractContextManager[None]]) 
         for name in names:
             vars(propagator).pop(name, None)
 
+
+# How data parallelism wraps modules
 
 REPLICATE = "torch.distributed._composable.replicate"
 
